@@ -1,0 +1,1 @@
+"""The operations the model calls, each with implementations to choose from."""

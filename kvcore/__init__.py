@@ -1,0 +1,1 @@
+"""The prefix cache core: what is resident, who holds it, what goes next."""

@@ -1,0 +1,1 @@
+"""One engine: model, scheduler and KV pages, and its Ray Serve deployment."""

@@ -1,0 +1,1 @@
+"""The endpoint: fingerprints, ledger, placement, OpenAI API, and the lab."""

@@ -1,0 +1,1 @@
+"""Traces, workloads and replay."""
