@@ -1,0 +1,75 @@
+"""`warmroute serve`: the endpoint on this machine, until Ctrl-C."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from pydantic import ValidationError
+
+from router.cli.cluster import check_endpoint, deployed, local_ray
+from router.config import AppConfig
+from router.errors import ConfigError
+
+
+def load_config(path: Path | None, overrides: dict[str, Any]) -> AppConfig:
+    """The application's arguments out of a serve.yaml (its first application's `args`), with overrides.
+
+    Overrides that are None do not count.
+
+    Raises:
+        ConfigError: the file cannot be read, or a value is wrong; the message names each.
+    """
+    args: dict[str, Any] = {}
+    if path is not None:
+        try:
+            document = yaml.safe_load(path.read_text())
+            args = dict(document["applications"][0].get("args") or {})
+        except (OSError, yaml.YAMLError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} is no Serve configuration with an application: {error!r}") from None
+    engine = {**(args.get("engine") or {}), **{k: v for k, v in overrides.pop("engine", {}).items() if v is not None}}
+    merged = {**args, **{k: v for k, v in overrides.items() if v is not None}, "engine": engine}
+    try:
+        return AppConfig.model_validate(merged)
+    except ValidationError as error:
+        lines = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ConfigError(lines) from None
+
+
+def default_threads(replicas: int) -> int:
+    """Torch threads per replica: this machine's cores shared out."""
+    return max(1, (os.cpu_count() or 1) // replicas)
+
+
+def serve(
+    model: Annotated[str | None, typer.Option(help="Named model, .gguf file, Hugging Face folder, random:tiny.")] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, help="Model replicas (default 2).")] = None,
+    policy: Annotated[str | None, typer.Option(help="cache_aware, least_load or round_robin.")] = None,
+    host: Annotated[str, typer.Option(help="Address; others than loopback need API keys.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    threads: Annotated[int | None, typer.Option(min=1, help="Torch threads per replica.")] = None,
+    blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks per replica.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A serve.yaml; the other options override it.")] = None,
+) -> None:
+    """Serve the endpoint on this machine until Ctrl-C."""
+    overrides: dict[str, Any] = {"model": model, "replicas": replicas, "policy": policy}
+    overrides["engine"] = {"threads": threads, "num_blocks": blocks}
+    settings = load_config(config, overrides)
+    if settings.engine.get("threads") is None:
+        engine = {**settings.engine, "threads": default_threads(settings.replicas)}
+        settings = settings.model_copy(update={"engine": engine})
+    check_endpoint(settings, host, port)
+    done = threading.Event()
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, lambda *_: done.set())
+    typer.echo(f"starting {settings.replicas} replicas of {settings.model} ...")
+    with local_ray(settings.replicas * settings.replica_cpus + settings.routers):
+        with deployed(settings, host, port) as url:
+            typer.echo(f"{url}/v1 is up (policy {settings.policy}); Ctrl-C ends it")
+            if not settings.api_keys:
+                typer.echo("no API keys are configured: open to every program on this machine")
+            done.wait()
+            typer.echo("stopping ...")
