@@ -1,0 +1,84 @@
+"""The operations a decoder calls, as one protocol, and the choice of who implements them.
+
+Every implementation is a module with these functions: `reference` is the truth (any dtype, float64 too),
+`cpu` the fast path in torch for float32 on a CPU. `WARMROUTE_KERNELS=reference` forces one by name.
+
+Shapes: T new tokens, S sequences, Hq query heads, Hkv key/value heads, D head dimension.
+A KV cache of one layer is a pair of tensors [num_blocks, block_size, Hkv, D]; slot s is offset s %
+block_size of block s // block_size.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+IMPLEMENTATIONS = ("reference", "cpu")
+
+Linear = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class PagedSeqs:
+    """Which cached tokens each sequence attends to.
+
+    Attributes:
+        query_lens: new tokens of each sequence; their KV is already in the cache.
+        context_lens: cached prefix plus new tokens.
+        block_tables: int64[S, max_blocks] on the host; entries beyond a context are ignored.
+        block_size: tokens a block holds.
+    """
+
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    block_tables: Tensor
+    block_size: int
+
+
+class Kernels(Protocol):
+    """What `reference` and `cpu` both provide."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """y[T, out] = x[T, in] @ weight[out, in].T + bias; the weight may be kept in another layout."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x[..., n] / sqrt(mean(x**2) + eps) * weight[n]."""
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate the halves of x[T, H, D] by cos, sin [T, D // 2] of each token (may work in place)."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up for gate_up[T, 2 * n] = (gate, up)."""
+
+    def kv_write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        """Store k, v [T, Hkv, D] at slots int64[T] of the caches."""
+
+    def plan(self, seqs: PagedSeqs, window: int | None) -> Any:
+        """Whatever attention needs to know once per forward pass, for all layers with this sliding window."""
+
+    def paged_prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float) -> Tensor:
+        """Causal attention of q[T, Hq, D] over each sequence's cached context, whose last tokens q are."""
+
+    def paged_decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float) -> Tensor:
+        """The same for one new token per sequence: q[S, Hq, D]."""
+
+    def block_copy(
+        self, caches: Sequence[tuple[Tensor, Tensor]], src: int, dst: int, num_tokens: int
+    ) -> None:
+        """Copy the first num_tokens slots of block src to block dst in every layer."""
+
+
+def select(device: torch.device, dtype: torch.dtype) -> Kernels:
+    """The implementation for a device and dtype, or the one `WARMROUTE_KERNELS` names."""
+    name = os.environ.get("WARMROUTE_KERNELS", "")
+    if not name:
+        name = "cpu" if device.type == "cpu" and dtype == torch.float32 else "reference"
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"WARMROUTE_KERNELS={name!r}: known are {', '.join(IMPLEMENTATIONS)}")
+    return cast(Kernels, importlib.import_module(f"kernels.{name}"))

@@ -1,0 +1,237 @@
+"""A Llama-family decoder (Llama, Mistral, Qwen2, Qwen3, SmolLM) whose keys and values live in paged blocks.
+
+One forward pass takes a `ForwardBatch` of prefill chunks and decodes, writes their KV into the blocks, and
+returns logits for the rows asked for. The arithmetic is in `kernels`; here is only the order of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels import ops
+from replica.batch import ForwardBatch, IntArray
+from replica.errors import CorruptModel
+from replica.model_config import ModelConfig, rope_tables
+
+
+class WeightSource(Protocol):
+    """Tensors by their Hugging Face names ("model.layers.0.self_attn.q_proj.weight")."""
+
+    def get(self, name: str) -> Tensor | None:
+        """The tensor as [out, in] (or [n]), or None when the model has no such tensor."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    attn_norm: Tensor
+    qkv: ops.Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: ops.Linear
+    mlp_norm: Tensor
+    gate_up: ops.Linear
+    down: ops.Linear
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of every layer: layers[i] = (k, v), each [num_blocks, block_size, Hkv, D]."""
+
+    layers: tuple[tuple[Tensor, Tensor], ...]
+    num_blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What all layers share in one pass. The first `decodes` rows are one-token sequences."""
+
+    slots: Tensor
+    cos: Tensor
+    sin: Tensor
+    decodes: int
+    decode_plans: dict[int | None, Any]
+    prefill_plans: dict[int | None, Any]
+
+
+class Model:
+    """Weights on one device, and the KV blocks they fill. Not thread-safe: one engine drives it."""
+
+    def __init__(
+        self, config: ModelConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.kernels = ops.select(device, dtype)
+        self.kv_cache: KVCache | None = None
+        self._windows = {config.window_of(layer) for layer in range(config.num_layers)}
+        self._scale = config.head_dim**-0.5
+        with torch.inference_mode():
+            self._load(_Loader(config, weights, self.kernels, dtype, device))
+
+    def _load(self, load: _Loader) -> None:
+        cos, sin = rope_tables(self.config, self.dtype)
+        self._cos, self._sin = cos.to(self.device), sin.to(self.device)
+        self._embedding = load.tensor(
+            "model.embed_tokens.weight", self.config.vocab_size, self.config.hidden_size
+        )
+        self._layers = [load.layer(index) for index in range(self.config.num_layers)]
+        self._norm = load.tensor("model.norm.weight", self.config.hidden_size)
+        self._head = load.head(self._embedding)
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        """Make room for num_blocks blocks of block_size tokens; replaces what was there."""
+        shape = (num_blocks, block_size, self.config.num_kv_heads, self.config.head_dim)
+        # Zeroed memory is not touched until it is written, so a large cache costs nothing before it fills.
+        layers = tuple(
+            (
+                torch.zeros(shape, dtype=self.dtype, device=self.device),
+                torch.zeros(shape, dtype=self.dtype, device=self.device),
+            )
+            for _ in range(self.config.num_layers)
+        )
+        self.kv_cache = KVCache(layers, num_blocks, block_size)
+
+    def copy_blocks(self, copies: Iterable[tuple[int, int, int]]) -> None:
+        """For each (src block, dst block, num_tokens): copy the first tokens of all layers, in order."""
+        with torch.inference_mode():
+            for src, dst, num_tokens in copies:
+                self.kernels.block_copy(self._kv().layers, src, dst, num_tokens)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Write the new tokens' KV and return logits [len(batch.logit_rows), vocab_size]."""
+        batch = batch.decodes_first()
+        with torch.inference_mode():
+            step = self._step(batch)
+            x = self._embedding[self._ints(batch.token_ids)]
+            for index, (layer, (k_cache, v_cache)) in enumerate(
+                zip(self._layers, self._kv().layers, strict=True)
+            ):
+                x = x + self._attention(index, layer, x, k_cache, v_cache, step)
+                x = x + self._mlp(layer, x)
+            wanted = x[self._ints(batch.logit_rows)]
+            return self._head(self.kernels.rms_norm(wanted, self._norm, self.config.rms_eps))
+
+    def _step(self, batch: ForwardBatch) -> _Step:
+        decodes = int((batch.query_lens == 1).sum())
+        positions = self._ints(batch.positions)
+        return _Step(
+            slots=self._ints(batch.slots),
+            cos=self._cos[positions],
+            sin=self._sin[positions],
+            decodes=decodes,
+            decode_plans=self._plans(batch, slice(0, decodes)),
+            prefill_plans=self._plans(batch, slice(decodes, None)),
+        )
+
+    def _plans(self, batch: ForwardBatch, part: slice) -> dict[int | None, Any]:
+        if not len(batch.query_lens[part]):
+            return {}
+        seqs = ops.PagedSeqs(
+            query_lens=tuple(batch.query_lens[part].tolist()),
+            context_lens=tuple(batch.context_lens[part].tolist()),
+            block_tables=torch.from_numpy(batch.block_tables[part].astype(np.int64)),
+            block_size=self._kv().block_size,
+        )
+        return {window: self.kernels.plan(seqs, window) for window in self._windows}
+
+    def _attention(
+        self, index: int, layer: _Layer, x: Tensor, k_cache: Tensor, v_cache: Tensor, step: _Step
+    ) -> Tensor:
+        config, kernels = self.config, self.kernels
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        qkv = layer.qkv(kernels.rms_norm(x, layer.attn_norm, config.rms_eps))
+        q, k, v = qkv.view(len(x), -1, config.head_dim).split((heads, kv_heads, kv_heads), dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = kernels.rms_norm(q, layer.q_norm, config.rms_eps)
+            k = kernels.rms_norm(k, layer.k_norm, config.rms_eps)
+        q, k = kernels.rope(q, step.cos, step.sin), kernels.rope(k, step.cos, step.sin)
+        kernels.kv_write(k, v, k_cache, v_cache, step.slots)
+        return layer.out(self._attend(config.window_of(index), q, k_cache, v_cache, step).flatten(1))
+
+    def _attend(self, window: int | None, q: Tensor, k_cache: Tensor, v_cache: Tensor, step: _Step) -> Tensor:
+        parts = []
+        if step.decode_plans:
+            plan = step.decode_plans[window]
+            parts.append(self.kernels.paged_decode(q[: step.decodes], k_cache, v_cache, plan, self._scale))
+        if step.prefill_plans:
+            plan = step.prefill_plans[window]
+            parts.append(self.kernels.paged_prefill(q[step.decodes :], k_cache, v_cache, plan, self._scale))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _mlp(self, layer: _Layer, x: Tensor) -> Tensor:
+        hidden = self.kernels.rms_norm(x, layer.mlp_norm, self.config.rms_eps)
+        return layer.down(self.kernels.silu_mul(layer.gate_up(hidden)))
+
+    def _ints(self, values: IntArray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(self.device)
+
+    def _kv(self) -> KVCache:
+        if self.kv_cache is None:
+            raise RuntimeError("allocate_kv() comes before the first forward pass")
+        return self.kv_cache
+
+
+@dataclass(frozen=True)
+class _Loader:
+    """Takes tensors from a source, checks their shapes, fuses and packs them."""
+
+    config: ModelConfig
+    weights: WeightSource
+    kernels: ops.Kernels
+    dtype: torch.dtype
+    device: torch.device
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        found = self.optional(name, *shape)
+        if found is None:
+            raise CorruptModel(f"the model has no tensor {name!r}")
+        return found
+
+    def optional(self, name: str, *shape: int) -> Tensor | None:
+        found = self.weights.get(name)
+        if found is None:
+            return None
+        if tuple(found.shape) != shape:
+            raise CorruptModel(
+                f"tensor {name!r} has shape {tuple(found.shape)}, the configuration says {shape}"
+            )
+        return found.to(self.device, self.dtype)
+
+    def fused(self, names: list[str], outs: list[int], fan_in: int) -> ops.Linear:
+        """Several linear layers of one input as one."""
+        weights = [self.tensor(f"{name}.weight", out, fan_in) for name, out in zip(names, outs, strict=True)]
+        biases = [self.optional(f"{name}.bias", out) for name, out in zip(names, outs, strict=True)]
+        bias = None
+        if any(b is not None for b in biases):
+            filled = [torch.zeros(out) if b is None else b for b, out in zip(biases, outs, strict=True)]
+            bias = torch.cat([b.to(self.device, self.dtype) for b in filled])
+        return self.kernels.pack_linear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
+
+    def layer(self, index: int) -> _Layer:
+        config, at = self.config, f"model.layers.{index}"
+        hidden, inner = config.hidden_size, config.intermediate_size
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        attn, mlp = f"{at}.self_attn", f"{at}.mlp"
+        return _Layer(
+            attn_norm=self.tensor(f"{at}.input_layernorm.weight", hidden),
+            qkv=self.fused([f"{attn}.{p}_proj" for p in "qkv"], [q, kv, kv], hidden),
+            q_norm=self.optional(f"{attn}.q_norm.weight", config.head_dim),
+            k_norm=self.optional(f"{attn}.k_norm.weight", config.head_dim),
+            out=self.fused([f"{attn}.o_proj"], [hidden], q),
+            mlp_norm=self.tensor(f"{at}.post_attention_layernorm.weight", hidden),
+            gate_up=self.fused([f"{mlp}.gate_proj", f"{mlp}.up_proj"], [inner, inner], hidden),
+            down=self.fused([f"{mlp}.down_proj"], [hidden], inner),
+        )
+
+    def head(self, embedding: Tensor) -> ops.Linear:
+        """The output projection; the embedding itself when the model has none of its own."""
+        weight = self.optional("lm_head.weight", self.config.vocab_size, self.config.hidden_size)
+        return self.kernels.pack_linear(embedding if weight is None else weight, None)
