@@ -1,0 +1,76 @@
+"""The layering of the packages, read from the source: imports inside functions count too."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("kvcore", "kernels", "replica", "router")
+
+# package -> our other packages it may import
+ALLOWED = {"kvcore": set(), "kernels": set(), "replica": {"kvcore", "kernels"}, "router": {"kvcore"}}
+# (file, module) pairs beyond that: the composition root
+EXCEPTIONS = {("router/app.py", "replica.deployment")}
+FORBIDDEN = {"kvcore": {"torch", "ray", "triton"}, "kernels": {"ray"}, "router": {"torch", "triton"}}
+RAY_FILES = {"replica/deployment.py", "router/app.py", "router/ray_router.py", "router/sync.py"}
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Every module a file imports, absolute names."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield str(node.module)
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_only_the_layers_below(package: str) -> None:
+    assert sources(package)
+    wrong = []
+    for path in sources(package):
+        name = path.relative_to(ROOT).as_posix()
+        for module in imports_of(path):
+            top = module.split(".")[0]
+            foreign = top in PACKAGES and top != package and top not in ALLOWED[package]
+            if (foreign and (name, module) not in EXCEPTIONS) or top in FORBIDDEN.get(package, set()):
+                wrong.append(f"{name} imports {module}")
+    assert wrong == []
+
+
+def test_ray_appears_only_in_the_adapters() -> None:
+    users = {
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for path in sources(package)
+        if any(module.split(".")[0] == "ray" for module in imports_of(path))
+    }
+    assert {name for name in users if not name.startswith("router/cli/")} <= RAY_FILES
+
+
+def test_the_product_never_imports_transformers() -> None:
+    for package in PACKAGES:
+        for path in sources(package):
+            assert not any(m.split(".")[0] == "transformers" for m in imports_of(path)), path
+
+
+def test_files_stay_small() -> None:
+    long = {
+        path.relative_to(ROOT).as_posix(): lines
+        for package in PACKAGES
+        for path in sources(package)
+        if (lines := len(path.read_text().splitlines())) > 400
+    }
+    assert long == {}
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = [p for package in PACKAGES for p in sources(package) if not ast.get_docstring(ast.parse(p.read_text()))]
+    assert silent == []
