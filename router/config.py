@@ -39,7 +39,9 @@ class AppConfig(BaseModel):
     def _keys_are_hashed(cls, keys: dict[str, str]) -> dict[str, str]:
         for digest in keys:
             if not re.fullmatch(r"[0-9a-f]{64}", digest):
-                raise ValueError("each API key is given as its SHA-256 in lower-case hex (64 digits), not in plain")
+                raise ValueError(
+                    "give each API key as its SHA-256 in lower-case hex (64 digits), not in plain"
+                )
         return keys
 
     @field_validator("cluster_secret")

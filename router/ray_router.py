@@ -1,8 +1,8 @@
 """The Ray Serve adapter: requests go to the replica that placement chose.
 
 Placement happens before Serve is involved (`router.placement`), because choosing and reserving must be one
-synchronous step. What is left for Serve's request router is to obey: `choose_replicas` reads the target out of
-the request, takes no locks, awaits nothing and never raises (an exception there would leave its request
+synchronous step. What is left for Serve's request router is to obey: `choose_replicas` reads the target out
+of the request, takes no locks, awaits nothing and never raises (an exception there would leave its request
 hanging for ever). If the target has gone, it degrades to the replica with the shortest queue; the replica
 that really answered names itself in its first chunk, and the ledger moves the reservation there.
 
@@ -38,7 +38,7 @@ class TargetRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The target alone; without one, or when it has gone, all candidates (Serve takes the shortest queue)."""
+        """The target alone; without one, or when it has gone, all (Serve takes the shortest queue)."""
         if pending_request is not None:
             # Otherwise Serve would spin without a pause when the target does not accept.
             pending_request.routing_context.should_backoff = True

@@ -72,5 +72,7 @@ def test_files_stay_small() -> None:
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    silent = [p for package in PACKAGES for p in sources(package) if not ast.get_docstring(ast.parse(p.read_text()))]
+    silent = [
+        p for package in PACKAGES for p in sources(package) if not ast.get_docstring(ast.parse(p.read_text()))
+    ]
     assert silent == []

@@ -18,9 +18,9 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 def serve_switches() -> dict[str, str]:
     """Ray Serve's environment switches that make a streamed request cheap, as far as this machine has them.
 
-    HAProxy (shipped with ray[serve] for Linux) replaces the Python proxy; throughput mode runs router and user
-    code on one loop and talks gRPC between deployments. Measured on two cores: first byte after 3.3 ms in
-    place of 16.6 ms. Values already in the environment win.
+    HAProxy (shipped with ray[serve] for Linux) replaces the Python proxy; throughput mode runs router and
+    user code on one loop and talks gRPC between deployments. Measured on two cores: first byte after 3.3 ms
+    in place of 16.6 ms. Values already in the environment win.
     """
     switches = {
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
@@ -49,7 +49,7 @@ def check_endpoint(config: AppConfig, host: str, port: int) -> None:
         ConfigError: no API keys on an address that others can reach, or the port is taken.
     """
     if host not in LOOPBACK and not config.api_keys:
-        raise ConfigError(f"listening on {host} needs API keys (--config with api_keys); without keys use 127.0.0.1")
+        raise ConfigError(f"listening on {host} needs api_keys (see --config); without them use 127.0.0.1")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -30,13 +30,17 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> AppConfig:
             args = dict(document["applications"][0].get("args") or {})
         except (OSError, yaml.YAMLError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path} is no Serve configuration with an application: {error!r}") from None
-    engine = {**(args.get("engine") or {}), **{k: v for k, v in overrides.pop("engine", {}).items() if v is not None}}
-    merged = {**args, **{k: v for k, v in overrides.items() if v is not None}, "engine": engine}
+    engine = {**(args.get("engine") or {}), **_given(overrides.get("engine", {}))}
+    merged = {**args, **_given(overrides), "engine": engine}
     try:
         return AppConfig.model_validate(merged)
     except ValidationError as error:
         lines = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise ConfigError(lines) from None
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def default_threads(replicas: int) -> int:
@@ -45,7 +49,9 @@ def default_threads(replicas: int) -> int:
 
 
 def serve(
-    model: Annotated[str | None, typer.Option(help="Named model, .gguf file, Hugging Face folder, random:tiny.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Named model, .gguf file, Hugging Face folder, random:tiny.")
+    ] = None,
     replicas: Annotated[int | None, typer.Option(min=1, help="Model replicas (default 2).")] = None,
     policy: Annotated[str | None, typer.Option(help="cache_aware, least_load or round_robin.")] = None,
     host: Annotated[str, typer.Option(help="Address; others than loopback need API keys.")] = "127.0.0.1",
@@ -66,10 +72,9 @@ def serve(
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, lambda *_: done.set())
     typer.echo(f"starting {settings.replicas} replicas of {settings.model} ...")
-    with local_ray(settings.replicas * settings.replica_cpus + settings.routers):
-        with deployed(settings, host, port) as url:
-            typer.echo(f"{url}/v1 is up (policy {settings.policy}); Ctrl-C ends it")
-            if not settings.api_keys:
-                typer.echo("no API keys are configured: open to every program on this machine")
-            done.wait()
-            typer.echo("stopping ...")
+    with local_ray(settings.replicas * settings.replica_cpus), deployed(settings, host, port) as url:
+        typer.echo(f"{url}/v1 is up (policy {settings.policy}); Ctrl-C ends it")
+        if not settings.api_keys:
+            typer.echo("no API keys are configured: open to every program on this machine")
+        done.wait()
+        typer.echo("stopping ...")
