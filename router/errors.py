@@ -8,6 +8,7 @@ RouterError
 ├── PlacementError         no replica may take the request now
 │   ├── NoReplica          none is known, or all were excluded
 │   └── QueueFull          all are at their limit (carries retry_after_s)
+├── RequestTimeout         the request's time is over
 └── UpstreamError          a replica answered with an error (carries its code)
     └── ReplicaLost        the replica died or cannot be reached (carries its id)
 ```
@@ -59,6 +60,14 @@ class QueueFull(PlacementError):
     def __init__(self, retry_after_s: float) -> None:
         self.retry_after_s = retry_after_s
         super().__init__(f"every replica is at its limit; retry in {retry_after_s:.1f} s")
+
+
+class RequestTimeout(RouterError):
+    """The request was not done in its time, `seconds`: waiting for its first token, or as a whole."""
+
+    def __init__(self, what: str, seconds: float) -> None:
+        self.seconds = seconds
+        super().__init__(f"{what} took longer than {seconds:g} s")
 
 
 class UpstreamError(RouterError):
