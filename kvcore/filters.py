@@ -79,6 +79,10 @@ class CountingFilter:
         """bool[rows], a new array: true where at least one key touches the row."""
         return self._counts > 0
 
+    def bits_at(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """bool[m]: the bits of the given rows int64[m]."""
+        return self._counts[rows] > 0
+
     @property
     def set_rows(self) -> npt.NDArray[np.int64]:
         """int64[m], ascending: the rows whose bit is set."""

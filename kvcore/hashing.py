@@ -67,7 +67,7 @@ class PrefixHasher:
         self._root = lru_cache(maxsize=4096)(self._make_root)
 
     def root(self, namespace: Namespace) -> int:
-        """Start value of all chains of one namespace: an integer of 64 bits, from its digest and the secret."""
+        """Start value of the chains of one namespace: a 64-bit integer, from its digest and the secret."""
         return self._root(namespace)
 
     def block_hashes(

@@ -19,9 +19,9 @@ class Namespace:
     """The parts of a cache key that are not tokens.
 
     `model` is a digest of the weights, `layout` names the KV layout (dtype, heads, block size ...), and
-    `adapter`, `tenant` and `salt` narrow further. `None`, `0` and `""` are three different values, and a salt never
-    equals an adapter or tenant of the same text. The salt is a secret of its owner: it is left out of `repr`,
-    and only `digest()` leaves the process.
+    `adapter`, `tenant` and `salt` narrow further. `None`, `0` and `""` are three different values, and a salt
+    never equals an adapter or tenant of the same text. The salt is a secret of its owner: it is left out of
+    `repr`, and only `digest()` leaves the process.
 
     Raises `InvalidRequest` for a part of another type (`bool` is not accepted as an integer).
     """

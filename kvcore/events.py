@@ -1,0 +1,250 @@
+"""What changed in a cache, in order: the stream that indexes and fingerprints are built from.
+
+Every event has a sequence number, counted from 1 without gaps within one *epoch* (one life of one cache). A
+consumer that applies all events has exactly the residency of the cache. The log keeps a bounded number of
+them: a consumer that is too slow sees a gap, takes a snapshot, and goes on from the snapshot's number.
+"""
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcore.errors import InvalidRequest, WireError
+from kvcore.wire import pack, take, take_array, take_word, unpack
+
+_VERSION = 1
+
+Hashes = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, eq=False)
+class BlocksStored:
+    """A run of blocks became visible: `hashes` uint64[m] in prefix order, the first one below `parent`.
+
+    `parent` is None at the beginning of a prompt. `namespace` is `Namespace.digest()`: no raw salt is here.
+    """
+
+    seq: int
+    hashes: Hashes
+    parent: int | None
+    namespace: bytes
+    tier: str = "device"
+
+
+@dataclass(frozen=True, eq=False)
+class BlocksRemoved:
+    """Blocks are gone: `hashes` uint64[m], children before parents; `reason` is "evicted" or "cleared"."""
+
+    seq: int
+    hashes: Hashes
+    reason: str = "evicted"
+    tier: str = "device"
+
+
+@dataclass(frozen=True, eq=False)
+class Cleared:
+    """Every block of every namespace is gone."""
+
+    seq: int
+
+
+Event = BlocksStored | BlocksRemoved | Cleared
+
+
+@dataclass(frozen=True, eq=False)
+class EventBatch:
+    """Events after some sequence number up to `seq`, with what a router wants to know beside them.
+
+    `eviction_age_s` is how long the next victim has been idle, in seconds (None: nothing can be evicted), and
+    `free_share` the share of blocks, 0..1, that can be taken without evicting anything.
+    """
+
+    epoch: int
+    seq: int
+    events: tuple[Event, ...]
+    eviction_age_s: float | None
+    free_share: float
+
+    def encode(self) -> bytes:
+        """The batch as msgpack."""
+        return pack(
+            _VERSION,
+            epoch=self.epoch,
+            seq=self.seq,
+            events=[_event_fields(event) for event in self.events],
+            age=self.eviction_age_s,
+            free=self.free_share,
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> "EventBatch":
+        """The batch from bytes of another process; raises `WireError` for anything that is not one."""
+        message = unpack(data, _VERSION)
+        age = message.get("age")
+        return cls(
+            epoch=take_word(message, "epoch"),
+            seq=take_word(message, "seq"),
+            events=tuple(_read_event(fields) for fields in take(message, "events", list)),
+            eviction_age_s=None if age is None else take(message, "age", float),
+            free_share=take(message, "free", float),
+        )
+
+
+def _event_fields(event: Event) -> dict[str, Any]:
+    if isinstance(event, Cleared):
+        return {"t": "clear", "seq": event.seq}
+    common = {"seq": event.seq, "h": event.hashes.astype("<u8").tobytes(), "tier": event.tier}
+    if isinstance(event, BlocksRemoved):
+        return {"t": "remove", "why": event.reason, **common}
+    return {"t": "store", "parent": event.parent, "ns": event.namespace, **common}
+
+
+def _read_event(fields: Any) -> Event:
+    if not isinstance(fields, dict):
+        raise WireError("an event must be a map")
+    kind, seq = take(fields, "t", str), take_word(fields, "seq")
+    if kind == "clear":
+        return Cleared(seq)
+    if kind not in ("remove", "store"):
+        raise WireError(f"unknown event {kind!r}")
+    hashes, tier = take_array(fields, "h", "<u8"), take(fields, "tier", str)
+    if kind == "remove":
+        return BlocksRemoved(seq, hashes, take(fields, "why", str), tier)
+    parent = None if fields.get("parent") is None else take_word(fields, "parent")
+    return BlocksStored(seq, hashes, parent, take(fields, "ns", bytes), tier)
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """All resident blocks of a cache at sequence number `seq`.
+
+    `hashes` uint64[m]; `parents` int32[m] are indices into `hashes`, -1 at the beginning of a prompt;
+    `owners` int32[m] are indices into `namespaces`, a tuple of namespace digests.
+    """
+
+    epoch: int
+    seq: int
+    hashes: Hashes
+    parents: npt.NDArray[np.int32]
+    owners: npt.NDArray[np.int32]
+    namespaces: tuple[bytes, ...]
+
+    def encode(self) -> bytes:
+        """The snapshot as msgpack."""
+        return pack(
+            _VERSION,
+            epoch=self.epoch,
+            seq=self.seq,
+            h=self.hashes.astype("<u8").tobytes(),
+            p=self.parents.astype("<i4").tobytes(),
+            o=self.owners.astype("<i4").tobytes(),
+            ns=list(self.namespaces),
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Snapshot":
+        """The snapshot from bytes of another process; raises `WireError` for anything that is not one."""
+        message = unpack(data, _VERSION)
+        hashes = take_array(message, "h", "<u8")
+        parents, owners = take_array(message, "p", "<i4"), take_array(message, "o", "<i4")
+        names = tuple(take(message, "ns", list))
+        if not len(hashes) == len(parents) == len(owners):
+            raise WireError("a snapshot's arrays differ in length")
+        if any(type(name) is not bytes for name in names):
+            raise WireError("a snapshot's namespaces must be bytes")
+        for index, low, high in ((parents, -1, len(hashes)), (owners, 0, len(names))):
+            if len(index) and (index.min() < low or index.max() >= high):
+                raise WireError("a snapshot's index is out of range")
+        seq, epoch = take_word(message, "seq"), take_word(message, "epoch")
+        return cls(epoch, seq, hashes, parents, owners, names)
+
+
+class EventLog:
+    """The latest events of one epoch, bounded by `capacity`: an event weighs 1 plus its number of hashes.
+
+    Safe to use from several threads; events are immutable and so are their arrays.
+    """
+
+    def __init__(self, epoch: int, capacity: int = 65_536) -> None:
+        if capacity < 1:
+            raise InvalidRequest(f"capacity must be at least 1, not {capacity}")
+        self.epoch = epoch
+        self.capacity = capacity
+        self._events: deque[Event] = deque()
+        self._weight = 0
+        self._seq = 0
+        self._lock = threading.Lock()
+
+    @property
+    def seq(self) -> int:
+        """Number of the latest event, 0 before the first."""
+        return self._seq
+
+    def stored(self, hashes: Hashes, parent: int | None, namespace: bytes) -> None:
+        """Append `BlocksStored`; the log owns `hashes` from here on."""
+        hashes.setflags(write=False)
+        with self._lock:
+            self._append(BlocksStored(self._seq + 1, hashes, parent, namespace), len(hashes))
+
+    def removed(self, hashes: Hashes, reason: str) -> None:
+        """Append `BlocksRemoved`; the log owns `hashes` from here on."""
+        hashes.setflags(write=False)
+        with self._lock:
+            self._append(BlocksRemoved(self._seq + 1, hashes, reason), len(hashes))
+
+    def cleared(self) -> None:
+        """Append `Cleared`."""
+        with self._lock:
+            self._append(Cleared(self._seq + 1), 0)
+
+    def since(self, epoch: int | None, seq: int) -> list[Event] | None:
+        """Events after `seq`, oldest first; None when they are not all here (gap, other epoch, no epoch)."""
+        with self._lock:
+            if epoch != self.epoch or not self._seq - len(self._events) <= seq <= self._seq:
+                return None
+            missing = self._seq - seq
+            return [self._events[i] for i in range(len(self._events) - missing, len(self._events))]
+
+    def _append(self, event: Event, hashes: int) -> None:
+        self._seq = event.seq
+        self._events.append(event)
+        self._weight += 1 + hashes
+        while self._weight > self.capacity:
+            oldest = self._events.popleft()
+            self._weight -= 1 + (0 if isinstance(oldest, Cleared) else len(oldest.hashes))
+
+
+@dataclass
+class Residency:
+    """A consumer's copy of what one cache holds: `blocks` maps a hash to (namespace digest, parent hash)."""
+
+    epoch: int | None = None
+    seq: int = 0
+    blocks: dict[int, tuple[bytes, int | None]] = field(default_factory=dict)
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Replace everything by a snapshot."""
+        hashes = snapshot.hashes.tolist()
+        self.epoch, self.seq, self.blocks = snapshot.epoch, snapshot.seq, {}
+        for key, parent, owner in zip(hashes, snapshot.parents.tolist(), snapshot.owners.tolist(), strict=True):
+            self.blocks[key] = (snapshot.namespaces[owner], None if parent < 0 else hashes[parent])
+
+    def apply(self, event: Event) -> None:
+        """Apply the next event. Raises `InvalidRequest` when it is not the next one."""
+        if event.seq != self.seq + 1:
+            raise InvalidRequest(f"event {event.seq} does not follow {self.seq}")
+        self.seq = event.seq
+        if isinstance(event, Cleared):
+            self.blocks.clear()
+        elif isinstance(event, BlocksRemoved):
+            for key in event.hashes.tolist():
+                del self.blocks[key]
+        else:
+            parent = event.parent
+            for key in event.hashes.tolist():
+                self.blocks[key] = (event.namespace, parent)
+                parent = key
