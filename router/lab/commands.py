@@ -1,0 +1,119 @@
+"""`warmroute replay`: a trace against any OpenAI-compatible endpoint."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from router.lab.client import Sampling, Target
+from router.lab.errors import OptionError
+from router.lab.progress import progress_bar
+from router.lab.record import Request
+from router.lab.replay import ReplayOptions
+from router.lab.replay import replay as run_replay
+from router.lab.report import Report, report_table, write_json
+from router.lab.rows import TraceOptions
+from router.lab.traces import read_trace
+
+_VOCAB_FLOOR = 1000
+
+
+def replay(
+    trace: Annotated[str, typer.Argument(help="A trace file (plain or gzip), `builtin`, or `builtin:tiny`.")],
+    url: Annotated[str, typer.Option(help="Base URL of the endpoint, with or without /v1.")],
+    model: Annotated[
+        str | None, typer.Option(help="Model to ask for (default: the first that is served).")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token.")] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(help="Closed loop: requests in flight (default 8).")
+    ] = None,
+    speed: Annotated[
+        float | None, typer.Option(help="Open loop on the trace's clock, this much faster.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Replay only the first so many requests.")] = None,
+    scale: Annotated[float, typer.Option(help="Mooncake traces: multiply lengths by this.")] = 1.0,
+    block_size: Annotated[
+        int | None, typer.Option(help="Mooncake traces: tokens per hash id (inferred).")
+    ] = None,
+    vocab: Annotated[int, typer.Option(help="Mooncake traces: synthesize token ids below this.")] = 30_000,
+    context: Annotated[
+        int | None, typer.Option(help="Context length in tokens (default: the endpoint's).")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Length of answers the trace does not give.")] = 16,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")] = 0.0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Ask for answers of full length.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds from sending a request to its end.")] = 300.0,
+    policy: Annotated[str | None, typer.Option(help="A label for the report.")] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", help="Write the report here (- for stdout).")
+    ] = None,
+) -> None:
+    """Replay a trace against an OpenAI-compatible endpoint and report hit rate and latencies.
+
+    Ctrl-C ends the replay with the report of what was sent so far.
+    """
+    options = ReplayOptions(
+        concurrency=concurrency,
+        speed=speed,
+        limit=limit,
+        timeout_s=timeout,
+        context_length=context,
+        sampling=Sampling(max_tokens, temperature, ignore_eos),
+        policy=policy,
+    )
+    reading = TraceOptions(scale, block_size, (min(_VOCAB_FLOOR, vocab // 4), vocab))
+    report = asyncio.run(_run(read_trace(trace, reading), Target(url, model, api_key), options))
+    _show(report, json_file)
+    if report.interrupted:
+        raise typer.Exit(130)
+    if report.failed_entirely:
+        raise typer.Exit(1)
+
+
+async def _run(requests: Iterator[Request], target: Target, options: ReplayOptions) -> Report:
+    stop = asyncio.Event()
+    with _until_interrupted(stop), progress_bar("replay") as progress:
+        return await run_replay(requests, target, options, progress, stop)
+
+
+@contextlib.contextmanager
+def _until_interrupted(stop: asyncio.Event) -> Iterator[None]:
+    """While inside, the first Ctrl-C sets `stop`; a second one ends the program as usual."""
+    loop = asyncio.get_running_loop()
+
+    def interrupted() -> None:
+        stop.set()
+        loop.remove_signal_handler(signal.SIGINT)
+
+    with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C then ends without a report
+        loop.add_signal_handler(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(NotImplementedError):
+            loop.remove_signal_handler(signal.SIGINT)
+
+
+def _show(report: Report, json_file: str | None) -> None:
+    """The table on stdout (stderr if the JSON goes there), what went wrong on stderr, JSON to its file."""
+    errors = Console(stderr=True, highlight=False)
+    console = errors if json_file == "-" else Console()
+    console.print(report_table([report]))
+    for kind, count in report.errors.items():
+        errors.print(f"{count} x {kind}", markup=False)
+    for note in report.notes:
+        errors.print(f"for example {note}", markup=False, soft_wrap=True)
+    if json_file == "-":
+        sys.stdout.write(write_json(report.as_json()))
+    elif json_file is not None:
+        try:
+            Path(json_file).write_text(write_json(report.as_json()), encoding="utf-8")
+        except OSError as error:
+            raise OptionError(f"cannot write {json_file}: {error.strerror}") from error
