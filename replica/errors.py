@@ -7,6 +7,9 @@
     │   ├── HashMismatch        what was fetched or found is not the file that was meant
     │   ├── CorruptModel        truncated, unreadable or inconsistent files
     │   └── UnsupportedModel    a readable model of a kind this engine does not run
+    ├── ConfigError             settings that cannot work (also a ValueError)
+    ├── QueueFull               too many requests wait; try later or elsewhere
+    ├── EngineDead              the engine has stopped or cannot go on
     └── RequestError            the caller's fault (also a ValueError)
         ├── InvalidRequest      a request that can never be served as asked
         └── ChatTemplateError   messages the model's chat template cannot render
@@ -41,6 +44,18 @@ class CorruptModel(ModelError):
 
 class UnsupportedModel(ModelError):
     """The files are fine, but ask for something the engine does not implement."""
+
+
+class ConfigError(ReplicaError, ValueError):
+    """The engine cannot be built from these settings."""
+
+
+class QueueFull(ReplicaError):
+    """The engine's queue is full; the request was not taken."""
+
+
+class EngineDead(ReplicaError):
+    """The engine has stopped, or an error has made it unable to go on."""
 
 
 class RequestError(ReplicaError, ValueError):

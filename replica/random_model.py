@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from replica.model_config import ModelConfig, RopeConfig
+from replica.random_names import TINY
 
-TINY = "random:tiny"
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = len(SPECIAL_TOKENS) + 256
 

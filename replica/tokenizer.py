@@ -31,6 +31,7 @@ class Vocabulary:
         token_bytes: the bytes each id stands for; special tokens as their own text.
         special_ids: control tokens, left out of decoded text.
         eos_ids: ids that end a generation.
+        eos_id: the one that the chat template may write.
         bos_id, add_bos: the begin token, and whether plain text starts with it.
     """
 
@@ -39,6 +40,7 @@ class Vocabulary:
     token_bytes: tuple[bytes, ...]
     special_ids: frozenset[int]
     eos_ids: frozenset[int]
+    eos_id: int | None = None
     bos_id: int | None = None
     add_bos: bool = False
 
@@ -111,11 +113,11 @@ class Tokenizer:
 
     @cached_property
     def _template(self) -> ChatTemplate | None:
-        source, bos = self._vocabulary.template, self._vocabulary.bos_id
-        if source is None:
+        known = self._vocabulary
+        if known.template is None:
             return None
-        special = {"bos_token": self._text(bos), "eos_token": self._text(min(self.eos_ids, default=None))}
-        return ChatTemplate(source, special)
+        special = {"bos_token": self._text(known.bos_id), "eos_token": self._text(known.eos_id)}
+        return ChatTemplate(known.template, special)
 
     def _text(self, token_id: int | None) -> str:
         return "" if token_id is None else self.token_bytes(token_id).decode("utf-8", "replace")
