@@ -1,0 +1,40 @@
+"""Puts an engine together: model, tokenizer, cache, KV blocks."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcore.cache import PrefixCache
+from kvcore.hashing import PrefixHasher
+from replica.config import EngineConfig
+from replica.engine import Engine
+from replica.errors import ConfigError
+from replica.models import load_model, load_tokenizer
+
+_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Load everything an engine needs.
+
+    Raises:
+        ConfigError: an unknown dtype.
+        ModelError: the model cannot be had or read.
+    """
+    if config.dtype not in _DTYPES:
+        raise ConfigError(f"dtype {config.dtype!r} is none of {', '.join(_DTYPES)}")
+    model, shape = load_model(config.model, dtype=_DTYPES[config.dtype], device=config.device)
+    tokenizer = load_tokenizer(config.model)
+    model.allocate_kv(config.num_blocks, config.block_size)
+    hasher = PrefixHasher(config.hash_secret)
+    cache = PrefixCache(config.num_blocks, config.block_size, hasher, policy=config.eviction)
+    return Engine(
+        config,
+        model,
+        tokenizer,
+        cache,
+        hasher,
+        digest=tokenizer.model_digest,
+        vocab_size=shape.vocab_size,
+        context_length=shape.context_length,
+    )

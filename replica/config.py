@@ -1,0 +1,77 @@
+"""What one engine is told at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from replica.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes and limits of one engine. Everything has a default that suits a laptop.
+
+    Attributes:
+        model: a known name ("smollm2-135m", "random:tiny"), a .gguf file or a Hugging Face folder.
+        dtype: torch dtype of weights and KV.
+        device: torch device.
+        block_size: tokens in a KV block.
+        num_blocks: KV blocks in the pool. A block of smollm2-135m in float32 takes 720 KiB.
+        max_batch_tokens: token budget of one step, decodes included. Larger prefill chunks are more
+            efficient, smaller ones disturb running decodes less.
+        max_num_seqs: sequences that run at once.
+        max_queue: sequences that may wait; one more request is refused with `QueueFull`.
+        max_model_len: longest prompt plus answer in tokens; None takes the model's context. Never more than
+            fits into the pool.
+        threads: torch threads of the engine's own thread; None leaves torch's choice.
+        eviction: eviction policy of the prefix cache.
+        hash_secret: key of the prefix hashes. Routers must hold the same one.
+        replica_id: the name this engine answers by.
+        poll_interval_s: how long a long poll gathers a burst of cache changes before it answers.
+        max_failed_steps: failed steps in a row after which the engine gives up.
+    """
+
+    model: str = "smollm2-135m"
+    dtype: str = "float32"
+    device: str = "cpu"
+    block_size: int = 16
+    num_blocks: int = 1024
+    max_batch_tokens: int = 512
+    max_num_seqs: int = 64
+    max_queue: int = 256
+    max_model_len: int | None = None
+    threads: int | None = None
+    eviction: str = "lru"
+    hash_secret: bytes | None = field(default=None, repr=False)
+    replica_id: str = "replica-0"
+    poll_interval_s: float = 0.005
+    max_failed_steps: int = 3
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for sizes that cannot work."""
+        positive = (
+            "block_size",
+            "num_blocks",
+            "max_batch_tokens",
+            "max_num_seqs",
+            "max_queue",
+            "max_failed_steps",
+        )
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"threads must be at least 1, not {self.threads}")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(f"max_model_len must be at least 2, not {self.max_model_len}")
+        if self.max_batch_tokens < self.max_num_seqs:
+            # Otherwise decodes alone could use up every step, and a prefill would never come to run.
+            raise ConfigError(
+                f"max_batch_tokens ({self.max_batch_tokens}) must not be below "
+                f"max_num_seqs ({self.max_num_seqs})"
+            )
+
+    @property
+    def layout(self) -> str:
+        """Names the format of the KV, a part of the cache namespace: blocks of another layout never match."""
+        return f"{self.dtype}-b{self.block_size}"

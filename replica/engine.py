@@ -1,0 +1,254 @@
+"""The engine: requests in, tokens out, one step at a time.
+
+`add` puts a request in line, `step` = schedule, run, postprocess, `abort` takes a request out at any stage.
+Nothing here knows of threads beyond one lock: `step` releases it while the model computes, so that another
+thread may ask for `load()` or `updates()` meanwhile. `add`, `step` and `abort` belong to one thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvcore.cache import PrefixCache
+from kvcore.errors import CacheError
+from kvcore.feed import FingerprintFeed
+from kvcore.fingerprint import FilterGeometry, FingerprintUpdate
+from kvcore.hashing import PrefixHasher
+from kvcore.namespace import Namespace
+from replica.answer import Answer, EngineTokenizer
+from replica.config import EngineConfig
+from replica.errors import EngineDead, InvalidRequest, QueueFull
+from replica.rates import Rates
+from replica.request import Failure, Output, Request
+from replica.runner import ForwardModel, Runner
+from replica.sampler import TokenLogprobs
+from replica.scheduler import Plan, Scheduler
+from replica.sequence import Sequence, build_sequences
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What routers and the cache namespace need to know of the model."""
+
+    digest: str
+    layout: str
+    block_size: int
+    context_length: int
+
+
+class Engine:
+    """Continuous batching over one model and one prefix cache.
+
+    Args:
+        config: sizes and limits.
+        model: its KV must be allocated for the cache's blocks.
+        tokenizer: of the same model.
+        cache: idle, with `config.num_blocks` blocks of `config.block_size` tokens.
+        hasher: the one the cache was built with.
+        digest: identifies the weights.
+        vocab_size: token ids of the model, 0 ... vocab_size - 1.
+        context_length: of the model, in tokens.
+        clock: seconds, monotonic.
+        draw_seed: seeds for requests that bring none.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ForwardModel,
+        tokenizer: EngineTokenizer,
+        cache: PrefixCache,
+        hasher: PrefixHasher,
+        *,
+        digest: str,
+        vocab_size: int,
+        context_length: int,
+        clock: Callable[[], float] = time.monotonic,
+        draw_seed: Callable[[], int] = lambda: secrets.randbits(64),
+    ) -> None:
+        self.config = config
+        self.cache = cache
+        self.facts = ModelFacts(digest, config.layout, config.block_size, _context(config, context_length))
+        self.rates = Rates()
+        self.scheduler = Scheduler(cache, config.block_size, config.max_batch_tokens, config.max_num_seqs)
+        self.hash_mismatches = 0
+        self._lock = threading.Lock()
+        self._runner = Runner(model, config.block_size, tokenizer.eos_ids, vocab_size)
+        self._vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self._hasher = hasher
+        self._feed = FingerprintFeed(cache, FilterGeometry.for_blocks(config.num_blocks))
+        self._answers: dict[str, Answer] = {}
+        self._orders = itertools.count()
+        self._clock = clock
+        self._draw_seed = draw_seed
+        self._failed_steps = 0
+
+    def check(self, request: Request, arriving: int = 0) -> None:
+        """Raise `InvalidRequest` or `QueueFull` if `add` would now, with `arriving` more sequences in line.
+
+        May be called from any thread.
+        """
+        self._validate(request)
+        if len(self.scheduler.waiting) + arriving >= self.config.max_queue:
+            raise QueueFull(f"{self.config.max_queue} sequences are waiting already")
+
+    def add(self, request: Request) -> None:
+        """Put a request in line.
+
+        Raises:
+            InvalidRequest: it can never be served: empty or too long a prompt, tokens the model does not
+                have, an adapter that is not loaded, an id that is in use.
+            QueueFull: too many sequences are waiting.
+        """
+        self.check(request)
+        if request.id in self._answers:
+            raise InvalidRequest(f"request id {request.id!r} is in use")
+        namespace = self._namespace(request)
+        hashes = self._hashes(request, namespace)
+        seed = self._draw_seed() if request.sampling.seed is None else request.sampling.seed
+        with self._lock:
+            seqs = build_sequences(request, namespace, hashes, seed, self._orders)
+            self.scheduler.add(seqs)
+        self._answers[request.id] = Answer(request, seqs, self._tokenizer, self.facts.context_length)
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request and free its blocks. False when it is not (or no longer) here."""
+        answer = self._answers.pop(request_id, None)
+        if answer is None:
+            return False
+        with self._lock:
+            for seq in answer.seqs:
+                self.scheduler.remove(seq)
+        return True
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._answers)
+
+    def step(self) -> list[Output]:
+        """Compute one batch and return what it adds to each choice.
+
+        An error while computing fails the requests of this batch, not the others; `EngineDead` is raised
+        after `config.max_failed_steps` such steps in a row.
+        """
+        with self._lock:
+            plan = self.scheduler.schedule()
+        if not plan.chunks:
+            return []
+        started = self._clock()
+        try:
+            sampling, drawn = self._runner.run(plan)
+        except Exception as error:  # whatever the model raises, the others' requests must go on
+            return self._fail(plan, error)
+        self._failed_steps = 0
+        self.rates.record(plan.prefill_tokens, plan.decodes, self._clock() - started)
+        with self._lock:
+            self.scheduler.complete(plan)
+            outputs = map(self._advance, sampling, drawn.tokens, drawn.logprobs)
+            return [output for output in outputs if output is not None]
+
+    def load(self) -> dict[str, Any]:
+        """The figures a router needs (LoadReport). May be called from any thread."""
+        with self._lock:
+            stats = self.cache.stats()
+            return {
+                "waiting": len(self.scheduler.waiting),
+                "running": len(self.scheduler.running),
+                "waiting_tokens": self.scheduler.uncomputed_prompt_tokens(),
+                "free": stats.free,
+                "cached": stats.cached,
+                "held": stats.held,
+                "num_blocks": stats.num_blocks,
+                "eviction_age_s": stats.eviction_age_s,
+                "prefill_tokens_per_s": self.rates.prefill_tokens_per_s,
+                "decode_step_s": self.rates.decode_step_s,
+            }
+
+    def updates(self, epoch: int | None, seq: int) -> FingerprintUpdate | None:
+        """What changed in the cache since (epoch, seq), or None. May be called from any thread."""
+        with self._lock:
+            return self._feed.update_since(epoch, seq)
+
+    def _validate(self, request: Request) -> None:
+        tokens, limit = request.tokens, self.facts.context_length
+        if len(tokens) == 0:
+            raise InvalidRequest("the prompt is empty")
+        if len(tokens) >= limit:
+            raise InvalidRequest(
+                f"the prompt has {len(tokens)} tokens; prompt and answer together must not exceed {limit}"
+            )
+        if int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size:
+            raise InvalidRequest(f"the prompt has token ids outside 0 ... {self._vocab_size - 1}")
+        if request.adapter is not None:
+            raise InvalidRequest(f"adapter {request.adapter!r} is not loaded")
+
+    def _namespace(self, request: Request) -> Namespace:
+        try:
+            return Namespace(
+                self.facts.digest, self.facts.layout, request.adapter, request.tenant, request.salt
+            )
+        except CacheError as error:
+            raise InvalidRequest(str(error)) from error
+
+    def _hashes(self, request: Request, namespace: Namespace) -> np.ndarray:
+        """Computed here, which is cheap, rather than believed: a router with another secret must not harm."""
+        hashes = self._hasher.block_hashes(
+            request.tokens, self.config.block_size, self._hasher.root(namespace)
+        )
+        if request.hashes is not None and not np.array_equal(request.hashes, hashes):
+            self.hash_mismatches += 1
+            if self.hash_mismatches == 1:
+                logger.warning("a router's prefix hashes differ from this replica's: check the hash secret")
+        return hashes
+
+    def _advance(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> Output | None:
+        """Take one drawn token; None when its request has failed in this very step."""
+        answer = self._answers.get(seq.request.id)
+        if answer is None:
+            return None
+        if token < 0:
+            return self._give_up(answer, "the model computed NaN logits for this request")
+        output = answer.take(seq, token, logprobs, self.cache.epoch, self.cache.seq)
+        if output.finish_reason is not None:
+            self.scheduler.remove(seq)
+        if output.last:
+            del self._answers[seq.request.id]
+        return output
+
+    def _fail(self, plan: Plan, error: Exception) -> list[Output]:
+        self._failed_steps += 1
+        logger.error("a step of %d sequences failed", len(plan.chunks), exc_info=error)
+        message = f"the engine failed while computing this request: {type(error).__name__}: {error}"
+        with self._lock:
+            failed = dict.fromkeys(self._answers[chunk.seq.request.id] for chunk in plan.chunks)
+            outputs = [self._give_up(answer, message) for answer in failed]
+        if self._failed_steps >= self.config.max_failed_steps:
+            raise EngineDead(f"{self._failed_steps} steps in a row failed, last: {error}") from error
+        return outputs
+
+    def _give_up(self, answer: Answer, message: str) -> Output:
+        for seq in answer.seqs:
+            self.scheduler.remove(seq)
+        del self._answers[answer.request.id]
+        return Output(answer.request.id, failure=Failure("internal", message))
+
+
+def _context(config: EngineConfig, model_context: int) -> int:
+    """Longest prompt plus answer: what the model, the settings and the pool allow."""
+    limit = min(model_context, config.max_model_len or model_context)
+    pool = config.num_blocks * config.block_size
+    if pool < limit:
+        logger.warning("context cut from %d to %d tokens, which is all the KV pool holds", limit, pool)
+    return min(limit, pool)

@@ -1,0 +1,231 @@
+"""Which tokens to compute next: continuous batching over a prefix cache. No torch in here.
+
+A step takes decodes first, then goes on with started prefills, then admits waiting sequences, oldest first,
+until its token budget is spent (chunked prefill: Sarathi, arXiv:2308.16369). When the pool has no block left
+for a decode, the youngest running sequence gives its blocks back and is computed again later (preemption by
+recompute, vLLM, arXiv:2309.06180); the oldest is thus never the victim of another, so it always finishes.
+
+Coalesced prefill: a waiting sequence whose next missing block is being computed by a running one waits for
+it, and then hits the cache. n choices of one prompt, or a burst on a new system prompt, compute it once.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvcore.cache import PrefixCache
+from kvcore.errors import OutOfBlocks
+from replica.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens start ... start + count - 1 of one sequence, to be computed in this step."""
+
+    seq: Sequence
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk reaches the sequence's end, so that its next token can be drawn."""
+        return self.start + self.count == self.seq.num_tokens
+
+
+@dataclass
+class Plan:
+    """One step.
+
+    Attributes:
+        chunks: at most one per sequence, decodes first.
+        copies: (source block, destination block, tokens) to copy before anything is computed.
+        prefill_tokens: tokens of chunks of more than one token.
+        decodes: chunks of one token.
+    """
+
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[tuple[int, int, int]] = field(default_factory=list)
+    prefill_tokens: int = 0
+    decodes: int = 0
+
+    def add(self, seq: Sequence, count: int) -> None:
+        """Compute the next `count` tokens of `seq`."""
+        self.chunks.append(Chunk(seq, seq.computed, count))
+        if count == 1:
+            self.decodes += 1
+        else:
+            self.prefill_tokens += count
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step."""
+        return self.prefill_tokens + self.decodes
+
+
+def _age(seq: Sequence) -> int:
+    return seq.order
+
+
+class Scheduler:
+    """Owns the waiting line and the running set, both in order of arrival, and the leases of what runs.
+
+    Every sequence must fit into the pool on its own (the engine refuses longer ones), which is what
+    guarantees progress. The cache must not be used for leases by anybody else.
+    """
+
+    def __init__(self, cache: PrefixCache, block_size: int, max_batch_tokens: int, max_num_seqs: int) -> None:
+        self.cache = cache
+        self.block_size = block_size
+        self.max_batch_tokens = max_batch_tokens
+        self.max_num_seqs = max_num_seqs
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+
+    def add(self, seqs: Iterable[Sequence]) -> None:
+        """Put new sequences at the end of the line."""
+        for seq in seqs:
+            seq.hit = self._probe(seq)
+            bisect.insort(self.waiting, seq, key=_age)
+
+    def schedule(self) -> Plan:
+        """Decide the next step; empty only when nothing is waiting or running."""
+        plan = Plan()
+        budget = self._decode(plan, self.max_batch_tokens)
+        budget = self._prefill(plan, budget)
+        self._admit(plan, budget)
+        return plan
+
+    def complete(self, plan: Plan) -> None:
+        """The plan's tokens are computed: publish the blocks that became full."""
+        for chunk in plan.chunks:
+            seq = chunk.seq
+            assert seq.lease is not None, "what is computed holds its blocks"
+            seq.computed = chunk.start + chunk.count
+            if seq.copy_pending or seq.computed // self.block_size > seq.committed // self.block_size:
+                self.cache.commit(seq.lease, seq.computed)
+                seq.committed, seq.copy_pending = seq.computed, False
+
+    def remove(self, seq: Sequence) -> None:
+        """Forget a finished, failed or aborted sequence and free its blocks; unknown ones are ignored."""
+        self._release(seq)
+        for line in (self.waiting, self.running):
+            if seq in line:
+                line.remove(seq)
+
+    def uncomputed_prompt_tokens(self) -> int:
+        """Prompt tokens still to compute, waiting and running; expected hits are not counted."""
+        waiting = sum(max(seq.num_tokens - seq.hit, 1) for seq in self.waiting)
+        return waiting + sum(seq.remaining for seq in self.running if seq.remaining > 1)
+
+    def _decode(self, plan: Plan, budget: int) -> int:
+        for seq in list(self.running):
+            # `lease` is None once an older sequence of this loop has taken this one's blocks.
+            if seq.lease is not None and seq.remaining == 1 and budget > 0 and self._grow(seq):
+                plan.add(seq, 1)
+                budget -= 1
+        return budget
+
+    def _prefill(self, plan: Plan, budget: int) -> int:
+        for seq in self.running:
+            if seq.remaining > 1 and budget > 0:
+                count = min(budget, seq.remaining)
+                plan.add(seq, count)
+                budget -= count
+        return budget
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        for seq in list(self.waiting):
+            if budget <= 0 or len(self.running) >= self.max_num_seqs:
+                return
+            seq.hit = self._probe(seq)
+            if self._computed_elsewhere(seq):
+                continue
+            if not self._claim(seq, plan):
+                return  # first come, first served: nobody overtakes the one that lacks blocks
+            count = min(budget, seq.remaining)
+            plan.add(seq, count)
+            budget -= count
+
+    def _probe(self, seq: Sequence) -> int:
+        if not seq.request.read:
+            return 0
+        return self.cache.probe(seq.tokens(), seq.namespace, hashes=seq.known_hashes())
+
+    def _computed_elsewhere(self, seq: Sequence) -> bool:
+        """Whether a running sequence is computing the next block this one lacks, and will publish it.
+
+        The owner's prefill goes on in every step, so the wait ends; if the owner is aborted or preempted it
+        is no longer running, and the wait ends too.
+        """
+        missing = seq.hit // self.block_size
+        if not seq.request.read or missing >= len(seq.hashes):
+            return False
+        wanted, end = seq.hashes[missing], (missing + 1) * self.block_size
+        return any(
+            other.request.publish and other.computed < end and len(other.hashes) > missing
+            and other.hashes[missing] == wanted
+            for other in self.running
+        )  # fmt: skip
+
+    def _claim(self, seq: Sequence, plan: Plan) -> bool:
+        request = seq.request
+        if self.running and self._short_of_blocks(seq):
+            return False
+        tokens, hashes = seq.tokens(), seq.known_hashes()
+        try:
+            lease = self.cache.claim(
+                tokens, seq.namespace, hashes=hashes, read=request.read, publish=request.publish
+            )
+        except OutOfBlocks:
+            if self.running:
+                return False
+            # Alone and still too little: the source of a partial hit may pin one block too many.
+            lease = self.cache.claim(
+                tokens, seq.namespace, hashes=hashes, read=False, publish=request.publish
+            )
+        seq.lease, seq.recorded = lease, len(tokens)
+        seq.computed = seq.committed = lease.cached_tokens
+        if seq.cached_tokens is None:
+            seq.cached_tokens = lease.cached_tokens
+        if lease.copy is not None:
+            plan.copies.append((lease.copy.src, lease.copy.dst, lease.copy.num_tokens))
+            seq.copy_pending = True
+        self.waiting.remove(seq)
+        bisect.insort(self.running, seq, key=_age)
+        return True
+
+    def _short_of_blocks(self, seq: Sequence) -> bool:
+        """Whether admission would leave running sequences without a block each to grow into.
+
+        Only a guard against admitting what the next step would preempt; `claim` has the last word.
+        """
+        stats = self.cache.stats()
+        needed = -(-seq.num_tokens // self.block_size) - seq.hit // self.block_size
+        return needed + len(self.running) > stats.free + stats.cached
+
+    def _grow(self, seq: Sequence) -> bool:
+        """Make room for the newest token at the cost of the youngest; False when that is `seq` itself."""
+        while seq.lease is not None:
+            if seq.recorded == seq.num_tokens:
+                return True
+            try:
+                self.cache.append(seq.lease, seq.slice(seq.recorded, seq.num_tokens))
+                seq.recorded = seq.num_tokens
+            except OutOfBlocks:
+                self._preempt(self.running[-1])
+        return False
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.preemptions += 1
+        self._release(seq)
+        self.running.remove(seq)
+        bisect.insort(self.waiting, seq, key=_age)
+
+    def _release(self, seq: Sequence) -> None:
+        if seq.lease is not None:
+            self.cache.release(seq.lease)
+        seq.lease, seq.copy_pending = None, False
+        seq.recorded = seq.computed = seq.committed = 0

@@ -1,0 +1,113 @@
+"""One choice of one request while it lives in the engine: its tokens, its blocks, how far it is computed."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcore.namespace import Namespace
+from replica.request import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from kvcore.cache import Lease
+
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Tokens are owned here and survive preemption; blocks are owned by `lease`, which does not.
+
+    Attributes:
+        request: whose choice this is.
+        index: which choice.
+        namespace: the cache namespace of the request.
+        hashes: uint64[len(prompt) // block_size], prefix hashes of the prompt's full blocks.
+        seed: 64-bit seed of this choice's draws.
+        order: place in the line; lower is older.
+        outputs: sampled tokens.
+        lease: the blocks held, None while waiting.
+        recorded: tokens the lease knows of.
+        computed: leading tokens whose KV is in the blocks.
+        committed: leading tokens the cache was told are computed.
+        hit: leading tokens the cache was last seen to hold for this prompt (an estimate while waiting).
+        cached_tokens: prompt tokens served from the cache at the first claim; later claims do not change it.
+        copy_pending: the first commit must come soon: it unpins the source of a partial hit.
+    """
+
+    request: Request
+    index: int
+    namespace: Namespace
+    hashes: npt.NDArray[np.uint64]
+    seed: int
+    order: int
+    outputs: list[int] = field(default_factory=list)
+    lease: Lease | None = None
+    recorded: int = 0
+    computed: int = 0
+    committed: int = 0
+    hit: int = 0
+    cached_tokens: int | None = None
+    copy_pending: bool = False
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How to draw its tokens."""
+        return self.request.sampling
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and sampled tokens."""
+        return len(self.request.tokens) + len(self.outputs)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens still to compute before the next one can be sampled; 1 when decoding."""
+        return self.num_tokens - self.computed
+
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """int32[num_tokens], prompt and sampled tokens."""
+        if not self.outputs:
+            return self.request.tokens
+        return np.concatenate([self.request.tokens, np.array(self.outputs, dtype=np.int32)])
+
+    def slice(self, start: int, stop: int) -> npt.NDArray[np.int32]:
+        """int32[stop - start], without building the rest."""
+        prompt = self.num_prompt
+        if stop <= prompt:
+            return self.request.tokens[start:stop]
+        if start >= prompt:
+            return np.array(self.outputs[start - prompt : stop - prompt], dtype=np.int32)
+        return self.tokens()[start:stop]
+
+    def known_hashes(self) -> npt.NDArray[np.uint64] | None:
+        """The prompt's hashes while they describe all tokens; None makes the cache compute them."""
+        return None if self.outputs else self.hashes
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """64-bit seed of choice `index`; choice 0 has the request's own."""
+    return (seed + index * _GOLDEN) & 0xFFFFFFFFFFFFFFFF
+
+
+def build_sequences(
+    request: Request,
+    namespace: Namespace,
+    hashes: npt.NDArray[np.uint64],
+    seed: int,
+    orders: itertools.count[int],
+) -> list[Sequence]:
+    """The request's n choices, in line one behind the other."""
+    return [
+        Sequence(request, index, namespace, hashes, choice_seed(seed, index), next(orders))
+        for index in range(request.sampling.n)
+    ]
