@@ -1,0 +1,108 @@
+"""Reading a request's body: bounded, strict JSON, no lone surrogates, no deep nesting."""
+
+import json
+import re
+from typing import Any, NoReturn
+
+import anyio
+from starlette.requests import ClientDisconnect, Request
+
+from router.api.errors import ApiError, ClientGone, invalid, too_large
+
+MAX_DEPTH = 64
+"""Nesting of arrays and objects; templates and serializers recurse over them."""
+
+# In JSON text a surrogate comes as an escape; valid pairs match too, so a match only means a closer look.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+async def read_json(request: Request, limit: int, timeout_s: float) -> dict[str, Any]:
+    """The body's JSON object. Any content type will do, since clients mislabel bodies.
+
+    Raises:
+        ApiError: 413 over `limit` bytes, 408 when it takes longer than `timeout_s` seconds, 415 when it is
+            compressed, 400 for everything that is not one JSON object.
+        ClientGone: the client left meanwhile.
+    """
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise ApiError(415, "Compressed request bodies are not supported.", code="unsupported_encoding")
+    body: bytes | None = None
+    with anyio.move_on_after(timeout_s):
+        body = await _read(request, limit)
+    if body is None:
+        raise ApiError(408, "The request body took too long.", code="request_timeout")
+    value = parse_json(body)
+    if not isinstance(value, dict):
+        raise _malformed("the body must be a JSON object")
+    return value
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and int(declared[:20]) > limit:
+        raise too_large(limit)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                raise too_large(limit)
+            parts.append(part)
+    except ClientDisconnect:
+        raise ClientGone from None
+    return b"".join(parts)
+
+
+def parse_json(body: bytes) -> Any:
+    """Any JSON value out of UTF-8 text. Raises `ApiError` 400."""
+    try:
+        text = body.decode("utf-8-sig")
+        value = json.loads(text, parse_constant=_no_constant)
+    except RecursionError:
+        raise _too_deep() from None
+    except UnicodeDecodeError:
+        raise _malformed("it is not UTF-8") from None
+    except ValueError as error:
+        raise _malformed(str(error)) from None
+    # A text with few brackets cannot be deep; the walk is only for the others.
+    if text.count("[") + text.count("{") > MAX_DEPTH:
+        check_depth(value)
+    if _SURROGATE.search(text):
+        _check_surrogates(value)
+    return value
+
+
+def check_depth(value: Any) -> None:
+    """Raise `ApiError` 400 if arrays and objects nest deeper than `MAX_DEPTH`."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for parent in level for child in _children(parent)]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _children(value: Any) -> list[Any]:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [item for item in items if isinstance(item, dict | list)]
+
+
+def _check_surrogates(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        message = "The text contains a lone surrogate, which is not Unicode."
+        raise invalid(message, code="invalid_unicode") from None
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _malformed(detail: str) -> ApiError:
+    return invalid(f"We could not parse the JSON body of your request: {detail}.", code="invalid_json")
+
+
+def _too_deep() -> ApiError:
+    return invalid(f"The JSON body is nested deeper than {MAX_DEPTH} levels.", code="invalid_json")

@@ -1,0 +1,160 @@
+"""The bodies clients send, as strict pydantic models. Unknown fields are ignored, wrong types are errors.
+
+Explicit nulls count as absent, as in OpenAI's API. Fields that would change the answer in a way this server
+does not offer are refused by name (`_REFUSED`) rather than ignored.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from router.api.errors import ApiError, invalid
+
+M = TypeVar("M", bound=BaseModel)
+
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_IDS = 128
+MAX_SALT_CHARS = 256
+_INT64 = 2**63
+
+# Field: the values that ask for nothing special.
+_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "logit_bias": (None, {}),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "chat_template": (None,),
+    "continue_final_message": (None, False),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "use_beam_search": (None, False),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "structured_outputs": (None,),
+    "prompt_logprobs": (None,),
+}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(_Body):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class GenerationBody(_Body):
+    """What both completion endpoints take."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1)
+    best_of: int | None = None
+    max_tokens: int | None = Field(None, ge=1, lt=_INT64)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
+    stop: list[str] | None = Field(None, max_length=MAX_STOP_STRINGS)
+    user: str | None = None
+    # Beyond OpenAI's
+    top_k: int | None = Field(None, ge=-1, lt=_INT64)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0, lt=_INT64)
+    stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOP_IDS)
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
+    no_cache: bool | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("stop")
+    @classmethod
+    def _stop_lengths(cls, value: list[str] | None) -> list[str] | None:
+        if value is not None and not all(1 <= len(text) <= MAX_STOP_CHARS for text in value):
+            raise ValueError(f"each stop string must have 1 to {MAX_STOP_CHARS} characters")
+        return value
+
+
+class ChatBody(GenerationBody):
+    """`POST /v1/chat/completions`. Messages are checked by `router.api.messages`."""
+
+    messages: list[Any]
+    max_completion_tokens: int | None = Field(None, ge=1, lt=_INT64)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    response_format: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`. The prompt's shapes are told apart by `router.api.prepare`."""
+
+    prompt: Any
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+
+class TokenizeBody(_Body):
+    """`POST /tokenize`: either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(_Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def parse(model: type[M], body: Mapping[str, Any]) -> M:
+    """`body` as a `model`. Raises `ApiError` 400 that names the first wrong field."""
+    if issubclass(model, GenerationBody):
+        _refuse_unsupported(body)
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise _from_pydantic(error) from None
+
+
+def _refuse_unsupported(body: Mapping[str, Any]) -> None:
+    for name, harmless in _REFUSED.items():
+        if name in body and body[name] not in harmless:
+            raise invalid(f"`{name}` is not supported by this server.", name, "unsupported_parameter")
+
+
+def _from_pydantic(error: ValidationError) -> ApiError:
+    # The input is left out: error messages must not quote prompts or salts.
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = ""
+    for part in first["loc"]:
+        param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "missing":
+        return invalid(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+    code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
+    return invalid(f"Invalid '{param}': {message}.", param, code)
