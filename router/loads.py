@@ -1,0 +1,142 @@
+"""How busy, how fast and how full every replica is: its own report, brought up to date by the ledger.
+
+Two sources know the work waiting at a replica. The ledger knows this router's requests exactly, at once. The
+replica's `LoadReport` knows everybody's, but as of a moment ago. So that nothing counts twice, *the ledger
+speaks for this router and the report speaks for the others*: when a report arrives, what it shows beyond this
+router's own queued tokens is the others' work; what it shows less is progress on this router's oldest
+request. Requests sent within `transit_s` before the report may or may not be in it; inside that band neither
+is assumed.
+
+Between reports work is done at the reported rate, first in first out: the others' part and the oldest own
+request shrink with time, and no further, because the requests behind it can't have begun.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from router.ledger import Ledger
+
+Vector = npt.NDArray[np.float64]
+
+DEFAULT_TOKENS_PER_S = 1000.0
+"""Prefill rate assumed until any replica has reported one."""
+DEFAULT_STEP_S = 0.01
+"""Decode step time assumed until a replica has reported one."""
+
+_FIELDS = ("rate", "token_s", "step_s", "others_tokens", "others_requests", "since", "age_s", "free_blocks",
+           "block_share", "sent_blocks", "reported_at", "rate_known")  # fmt: skip
+
+
+class Loads:
+    """Vectors by slot, float64[capacity] each. All calls belong to one event loop or thread; none waits."""
+
+    rate: Vector  # prefill, tokens/s
+    token_s: Vector  # 1 / rate
+    step_s: Vector  # what one more running request adds to a decode step, seconds
+    others_tokens: Vector  # prompt tokens that other routers' requests wait to have computed, at `since`
+    others_requests: Vector  # other routers' requests, waiting and running
+    since: Vector  # clock reading up to which work done is accounted for
+    age_s: Vector  # age of the next eviction victim at the report; infinite while nothing needs to be evicted
+    free_blocks: Vector  # at the report
+    block_share: Vector  # 1 / number of blocks
+    sent_blocks: Vector  # blocks that requests placed since the report will take
+    reported_at: Vector  # clock reading of the report
+    rate_known: Vector  # 1 where the replica reported its rate, 0 where it is a guess
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, transit_s: float = 0.05) -> None:
+        """`transit_s`: seconds within which a request reaches its replica, and a report this router."""
+        self._clock = clock
+        self._transit_s = transit_s
+        self._last_rate = DEFAULT_TOKENS_PER_S
+        self.ledger = Ledger(on_head_change=self._settle)
+        for name in _FIELDS:
+            setattr(self, name, np.zeros(0))
+
+    def resize(self, capacity: int) -> None:
+        """Give every vector this many slots; slots cut off must be unused."""
+        for name in _FIELDS:
+            new = np.zeros(capacity)
+            old = getattr(self, name)[:capacity]
+            new[: len(old)] = old
+            setattr(self, name, new)
+        self.ledger.resize(capacity)
+
+    def join(self, replica_id: str, slot: int) -> None:
+        """A replica of which nothing is known yet: idle, empty, as fast as the last one that reported."""
+        for name in _FIELDS:
+            getattr(self, name)[slot] = 0.0
+        self._set_rate(slot, self._last_rate)
+        self.step_s[slot] = DEFAULT_STEP_S
+        self.age_s[slot] = np.inf
+        self.since[slot] = self.reported_at[slot] = self._clock()
+        self.ledger.join(replica_id, slot)
+
+    def report(self, replica_id: str, slot: int, load: Mapping[str, Any]) -> None:
+        """Take in a replica's `LoadReport`, just received."""
+        now = self._clock()
+        self._learn_speed(slot, load)
+        requests = float(load.get("waiting", 0) + load.get("running", 0))
+        self.others_requests[slot] = max(0.0, requests - self.ledger.outstanding[slot])
+        self._split(replica_id, slot, float(load.get("waiting_tokens", 0)), now)
+        age_s = load.get("eviction_age_s")
+        self.age_s[slot] = np.inf if age_s is None else age_s
+        self.free_blocks[slot] = load.get("free", 0)
+        self.block_share[slot] = 1.0 / max(1, load.get("num_blocks", 1))
+        self.sent_blocks[slot] = 0.0
+        self.reported_at[slot] = now
+
+    def wait_tokens(self, now: float) -> Vector:
+        """Prompt tokens that must be computed before a new request's turn comes, float64[capacity]."""
+        queued = self.ledger.queued_tokens + self.others_tokens
+        head = self.ledger.head_tokens + self.others_tokens
+        return queued - np.minimum((now - self.since) * self.rate, head)
+
+    def requests(self) -> Vector:
+        """Requests at each replica, of all routers, waiting and running, float64[capacity]."""
+        return self.ledger.outstanding + self.others_requests
+
+    def victim_ages(self, slots: npt.NDArray[np.intp], blocks: npt.NDArray[np.float64], now: float) -> Vector:
+        """How long ago the block was used that the replica would evict next, seconds, for some slots.
+
+        Infinite where `blocks` (needed, per slot) are free. Blocks sent since the report make the victim
+        younger in proportion: an LRU's ages run from zero to the victim's over all its blocks.
+        """
+        free = self.free_blocks.take(slots) - self.sent_blocks.take(slots)
+        young = np.clip(1.0 + free * self.block_share.take(slots), 0.0, 1.0)
+        ages = self.age_s.take(slots) + (now - self.reported_at.take(slots))
+        return np.where((free >= blocks) | np.isinf(ages), np.inf, ages * young)
+
+    def _learn_speed(self, slot: int, load: Mapping[str, Any]) -> None:
+        rate = load.get("prefill_tokens_per_s") or 0.0
+        if rate > 0.0:
+            self._last_rate = rate
+            self.rate_known[slot] = 1.0
+            self._set_rate(slot, rate)
+            self._set_rate(self.rate_known == 0.0, rate)
+        step_s = load.get("decode_step_s") or 0.0
+        if step_s > 0.0:
+            self.step_s[slot] = step_s / max(1.0, float(load.get("running", 0)))
+
+    def _set_rate(self, slot: int | npt.NDArray[np.bool_], rate: float) -> None:
+        self.rate[slot] = rate
+        self.token_s[slot] = 1.0 / rate
+
+    def _split(self, replica_id: str, slot: int, waiting_tokens: float, now: float) -> None:
+        """Tell the others' work, or progress on our own, from a report (the rule in the module docstring)."""
+        most = float(self.ledger.queued_tokens[slot])
+        self.others_tokens[slot] = max(0.0, waiting_tokens - most)
+        self.since[slot] = now
+        if waiting_tokens < most:
+            least = self.ledger.queued_before(replica_id, now - self._transit_s)
+            self.since[slot] -= max(0.0, least - waiting_tokens) / self.rate[slot]
+
+    def _settle(self, slot: int) -> None:
+        """Account for the work done until now, before another request becomes the oldest of ours."""
+        now = self._clock()
+        done = (now - self.since[slot]) * self.rate[slot]
+        self.others_tokens[slot] = max(0.0, self.others_tokens[slot] - done)
+        self.since[slot] = now
