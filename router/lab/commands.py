@@ -68,6 +68,7 @@ def replay(
         sampling=Sampling(max_tokens, temperature, ignore_eos),
         policy=policy,
     )
+    _check_writable(json_file)
     reading = TraceOptions(scale, block_size, (min(_VOCAB_FLOOR, vocab // 4), vocab))
     report = asyncio.run(_run(read_trace(trace, reading), Target(url, model, api_key), options))
     _show(report, json_file)
@@ -75,6 +76,15 @@ def replay(
         raise typer.Exit(130)
     if report.failed_entirely:
         raise typer.Exit(1)
+
+
+def _check_writable(json_file: str | None) -> None:
+    """Complain before the replay, not after it, about a report that could not be kept."""
+    if json_file in (None, "-"):
+        return
+    path = Path(str(json_file))
+    if path.is_dir() or not path.parent.is_dir():
+        raise OptionError(f"cannot write {json_file}: {'a folder' if path.is_dir() else 'no such folder'}")
 
 
 async def _run(requests: Iterator[Request], target: Target, options: ReplayOptions) -> Report:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from router.lab.client import Outcome
@@ -160,15 +161,19 @@ def write_json(value: Any) -> str:
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
-def report_table(reports: Iterable[Report]) -> Table:
-    """A row per report: what `warmroute replay` and `warmroute demo` print."""
-    table = Table(title_justify="left")
-    table.add_column("policy")
-    for name in ("requests", "errors", "hit rate", "ideal", "TTFT mean", "p50", "p99", "TPOT"):
-        table.add_column(name, justify="right")
-    table.add_column("requests per replica")
+def report_table(reports: Sequence[Report]) -> Table:
+    """A row per report: what `warmroute replay` and `warmroute demo` print. Fits 80 columns."""
+    failures = any(report.errors for report in reports)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("policy", vertical="bottom", no_wrap=True)
+    for name in ("hit\nrate", "\nideal", "TTFT ms\nmean", "\np50", "\np99", "TPOT\nms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("requests\nper replica", overflow="fold", min_width=11)
+    if failures:
+        table.add_column("\nfailed", justify="right", no_wrap=True)
     for report in reports:
-        table.add_row(*_cells(report))
+        failed = [str(sum(report.errors.values()))] if failures else []
+        table.add_row(*_cells(report), *failed)
     return table
 
 
@@ -176,12 +181,10 @@ def _cells(report: Report) -> list[str]:
     ttft = report.ttft_ms
     return [
         report.policy or "-",
-        str(report.requests),
-        str(sum(report.errors.values())),
         _percent(report.hit_rate),
         _percent(report.ideal_hit_rate),
         *(_milliseconds(value) for value in (ttft.mean, ttft.p50, ttft.p99, report.tpot_ms.mean)),
-        " / ".join(str(count) for count in report.requests_per_replica.values()) or "-",
+        " / ".join(map(str, report.requests_per_replica.values())) or str(report.requests),
     ]
 
 
@@ -190,4 +193,6 @@ def _percent(value: float | None) -> str:
 
 
 def _milliseconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f} ms"
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
