@@ -8,6 +8,7 @@ them: a consumer that is too slow sees a gap, takes a snapshot, and goes on from
 import threading
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, eq=False)
 class BlocksRemoved:
-    """Blocks are gone: `hashes` uint64[m], children before parents; `reason` is "evicted" or "cleared"."""
+    """Blocks are gone: `hashes` uint64[m]; `reason` is "evicted" (children before parents) or "cleared"."""
 
     seq: int
     hashes: Hashes
@@ -206,8 +207,8 @@ class EventLog:
         with self._lock:
             if epoch != self.epoch or not self._seq - len(self._events) <= seq <= self._seq:
                 return None
-            missing = self._seq - seq
-            return [self._events[i] for i in range(len(self._events) - missing, len(self._events))]
+            known = len(self._events) - (self._seq - seq)
+            return list(islice(self._events, known, None))
 
     def _append(self, event: Event, hashes: int) -> None:
         self._seq = event.seq
@@ -229,8 +230,9 @@ class Residency:
     def load(self, snapshot: Snapshot) -> None:
         """Replace everything by a snapshot."""
         hashes = snapshot.hashes.tolist()
+        parents, owners = snapshot.parents.tolist(), snapshot.owners.tolist()
         self.epoch, self.seq, self.blocks = snapshot.epoch, snapshot.seq, {}
-        for key, parent, owner in zip(hashes, snapshot.parents.tolist(), snapshot.owners.tolist(), strict=True):
+        for key, parent, owner in zip(hashes, parents, owners, strict=True):
             self.blocks[key] = (snapshot.namespaces[owner], None if parent < 0 else hashes[parent])
 
     def apply(self, event: Event) -> None:

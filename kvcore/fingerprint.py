@@ -25,6 +25,8 @@ __all__ = ["CountingFilter", "FilterGeometry", "FingerprintFeed", "FingerprintUp
 logger = logging.getLogger(__name__)
 
 _VERSION = 1
+# Rows of flips that a feed remembers at least, so that tiny caches send deltas too.
+_MIN_HISTORY = 1024
 
 
 def _no_rows() -> npt.NDArray[np.uint32]:
@@ -191,7 +193,7 @@ class FingerprintFeed:
         base, self._seq = self._seq, events[-1].seq
         self._steps.append(_Step(base, self._seq, flips))
         self._weight += 1 + len(flips)
-        while self._weight > self.geometry.rows // 8:
+        while self._weight > max(self.geometry.rows // 8, _MIN_HISTORY):
             self._weight -= 1 + len(self._steps.popleft().flips)
 
     def _apply(self, events: list[Event]) -> npt.NDArray[np.int64]:

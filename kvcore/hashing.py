@@ -39,6 +39,18 @@ def splitmix64(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return z
 
 
+def as_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
+    """int32[n] from any one-dimensional array of integers that fit; raises `InvalidRequest`."""
+    array = np.asarray(tokens)
+    if array.dtype == np.int32 and array.ndim == 1:
+        return array
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
+        raise InvalidRequest("tokens must be a one-dimensional array of integers")
+    if len(array) and (int(array.min()) < -(1 << 31) or int(array.max()) >= 1 << 31):
+        raise InvalidRequest("tokens must fit in 32 bits")
+    return array.astype(np.int32)
+
+
 class PrefixHasher:
     """Turns tokens into prefix hashes, keyed with a secret that all parts of one cluster share.
 
