@@ -23,18 +23,8 @@ def build_engine(config: EngineConfig) -> Engine:
     """
     if config.dtype not in _DTYPES:
         raise ConfigError(f"dtype {config.dtype!r} is none of {', '.join(_DTYPES)}")
-    model, shape = load_model(config.model, dtype=_DTYPES[config.dtype], device=config.device)
-    tokenizer = load_tokenizer(config.model)
+    model, _ = load_model(config.model, dtype=_DTYPES[config.dtype], device=config.device)
     model.allocate_kv(config.num_blocks, config.block_size)
     hasher = PrefixHasher(config.hash_secret)
     cache = PrefixCache(config.num_blocks, config.block_size, hasher, policy=config.eviction)
-    return Engine(
-        config,
-        model,
-        tokenizer,
-        cache,
-        hasher,
-        digest=tokenizer.model_digest,
-        vocab_size=shape.vocab_size,
-        context_length=shape.context_length,
-    )
+    return Engine(config, model, load_tokenizer(config.model), cache)

@@ -20,9 +20,7 @@ import numpy as np
 
 from kvcore.cache import PrefixCache
 from kvcore.errors import CacheError
-from kvcore.feed import FingerprintFeed
-from kvcore.fingerprint import FilterGeometry, FingerprintUpdate
-from kvcore.hashing import PrefixHasher
+from kvcore.fingerprint import FilterGeometry, FingerprintFeed, FingerprintUpdate
 from kvcore.namespace import Namespace
 from replica.answer import Answer, EngineTokenizer
 from replica.config import EngineConfig
@@ -55,10 +53,6 @@ class Engine:
         model: its KV must be allocated for the cache's blocks.
         tokenizer: of the same model.
         cache: idle, with `config.num_blocks` blocks of `config.block_size` tokens.
-        hasher: the one the cache was built with.
-        digest: identifies the weights.
-        vocab_size: token ids of the model, 0 ... vocab_size - 1.
-        context_length: of the model, in tokens.
         clock: seconds, monotonic.
         draw_seed: seeds for requests that bring none.
     """
@@ -69,25 +63,21 @@ class Engine:
         model: ForwardModel,
         tokenizer: EngineTokenizer,
         cache: PrefixCache,
-        hasher: PrefixHasher,
         *,
-        digest: str,
-        vocab_size: int,
-        context_length: int,
         clock: Callable[[], float] = time.monotonic,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(64),
     ) -> None:
         self.config = config
         self.cache = cache
-        self.facts = ModelFacts(digest, config.layout, config.block_size, _context(config, context_length))
+        self.tokenizer = tokenizer
+        self.vocab_size = model.config.vocab_size
+        context = _context(config, model.config.context_length)
+        self.facts = ModelFacts(model.config.digest, config.layout, config.block_size, context)
         self.rates = Rates()
         self.scheduler = Scheduler(cache, config.block_size, config.max_batch_tokens, config.max_num_seqs)
         self.hash_mismatches = 0
         self._lock = threading.Lock()
-        self._runner = Runner(model, config.block_size, tokenizer.eos_ids, vocab_size)
-        self._vocab_size = vocab_size
-        self._tokenizer = tokenizer
-        self._hasher = hasher
+        self._runner = Runner(model, config.block_size, tokenizer.eos_ids, self.vocab_size)
         self._feed = FingerprintFeed(cache, FilterGeometry.for_blocks(config.num_blocks))
         self._answers: dict[str, Answer] = {}
         self._orders = itertools.count()
@@ -121,7 +111,7 @@ class Engine:
         with self._lock:
             seqs = build_sequences(request, namespace, hashes, seed, self._orders)
             self.scheduler.add(seqs)
-        self._answers[request.id] = Answer(request, seqs, self._tokenizer, self.facts.context_length)
+        self._answers[request.id] = Answer(request, seqs, self.tokenizer, self.facts.context_length)
 
     def abort(self, request_id: str) -> bool:
         """Drop a request and free its blocks. False when it is not (or no longer) here."""
@@ -178,8 +168,7 @@ class Engine:
 
     def updates(self, epoch: int | None, seq: int) -> FingerprintUpdate | None:
         """What changed in the cache since (epoch, seq), or None. May be called from any thread."""
-        with self._lock:
-            return self._feed.update_since(epoch, seq)
+        return self._feed.update_since(epoch, seq)
 
     def _validate(self, request: Request) -> None:
         tokens, limit = request.tokens, self.facts.context_length
@@ -189,8 +178,8 @@ class Engine:
             raise InvalidRequest(
                 f"the prompt has {len(tokens)} tokens; prompt and answer together must not exceed {limit}"
             )
-        if int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size:
-            raise InvalidRequest(f"the prompt has token ids outside 0 ... {self._vocab_size - 1}")
+        if int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size:
+            raise InvalidRequest(f"the prompt has token ids outside 0 ... {self.vocab_size - 1}")
         if request.adapter is not None:
             raise InvalidRequest(f"adapter {request.adapter!r} is not loaded")
 
@@ -204,9 +193,8 @@ class Engine:
 
     def _hashes(self, request: Request, namespace: Namespace) -> np.ndarray:
         """Computed here, which is cheap, rather than believed: a router with another secret must not harm."""
-        hashes = self._hasher.block_hashes(
-            request.tokens, self.config.block_size, self._hasher.root(namespace)
-        )
+        hasher = self.cache.hasher
+        hashes = hasher.block_hashes(request.tokens, self.config.block_size, hasher.root(namespace))
         if request.hashes is not None and not np.array_equal(request.hashes, hashes):
             self.hash_mismatches += 1
             if self.hash_mismatches == 1:

@@ -7,13 +7,16 @@ from typing import Protocol
 import torch
 
 from replica.batch import ForwardBatch
+from replica.model_config import ModelConfig
 from replica.sampler import Row, Sampled, sample
 from replica.scheduler import Plan
 from replica.sequence import Sequence
 
 
 class ForwardModel(Protocol):
-    """What the runner needs of a model."""
+    """What the engine needs of a model."""
+
+    config: ModelConfig
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Write the KV of the batch's tokens, return float[len(batch.logit_rows), vocab_size]."""

@@ -104,9 +104,10 @@ class Scheduler:
             seq = chunk.seq
             assert seq.lease is not None, "what is computed holds its blocks"
             seq.computed = chunk.start + chunk.count
-            if seq.copy_pending or seq.computed // self.block_size > seq.committed // self.block_size:
+            # Nothing to tell between block boundaries, except that the source of a partial hit is free again.
+            crossed = seq.computed // self.block_size > seq.lease.computed // self.block_size
+            if crossed or seq.lease.copy is not None:
                 self.cache.commit(seq.lease, seq.computed)
-                seq.committed, seq.copy_pending = seq.computed, False
 
     def remove(self, seq: Sequence) -> None:
         """Forget a finished, failed or aborted sequence and free its blocks; unknown ones are ignored."""
@@ -180,19 +181,15 @@ class Scheduler:
                 tokens, seq.namespace, hashes=hashes, read=request.read, publish=request.publish
             )
         except OutOfBlocks:
-            if self.running:
-                return False
-            # Alone and still too little: the source of a partial hit may pin one block too many.
-            lease = self.cache.claim(
-                tokens, seq.namespace, hashes=hashes, read=False, publish=request.publish
-            )
+            if not self.running:
+                raise  # alone it must fit: somebody else holds blocks
+            return False
         seq.lease, seq.recorded = lease, len(tokens)
-        seq.computed = seq.committed = lease.cached_tokens
+        seq.computed = lease.cached_tokens
         if seq.cached_tokens is None:
             seq.cached_tokens = lease.cached_tokens
         if lease.copy is not None:
             plan.copies.append((lease.copy.src, lease.copy.dst, lease.copy.num_tokens))
-            seq.copy_pending = True
         self.waiting.remove(seq)
         bisect.insort(self.running, seq, key=_age)
         return True
@@ -227,5 +224,4 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         if seq.lease is not None:
             self.cache.release(seq.lease)
-        seq.lease, seq.copy_pending = None, False
-        seq.recorded = seq.computed = seq.committed = 0
+        seq.lease, seq.recorded, seq.computed = None, 0, 0

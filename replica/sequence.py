@@ -13,7 +13,7 @@ from kvcore.namespace import Namespace
 from replica.request import Request, SamplingParams
 
 if TYPE_CHECKING:
-    from kvcore.cache import Lease
+    from kvcore.lease import Lease
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -33,10 +33,8 @@ class Sequence:
         lease: the blocks held, None while waiting.
         recorded: tokens the lease knows of.
         computed: leading tokens whose KV is in the blocks.
-        committed: leading tokens the cache was told are computed.
         hit: leading tokens the cache was last seen to hold for this prompt (an estimate while waiting).
         cached_tokens: prompt tokens served from the cache at the first claim; later claims do not change it.
-        copy_pending: the first commit must come soon: it unpins the source of a partial hit.
     """
 
     request: Request
@@ -49,10 +47,8 @@ class Sequence:
     lease: Lease | None = None
     recorded: int = 0
     computed: int = 0
-    committed: int = 0
     hit: int = 0
     cached_tokens: int | None = None
-    copy_pending: bool = False
 
     @property
     def sampling(self) -> SamplingParams:
