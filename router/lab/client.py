@@ -87,11 +87,11 @@ class Client:
     def __init__(self, target: Target, timeout_s: float) -> None:
         if not target.url.startswith(("http://", "https://")):
             raise OptionError(f"the URL must begin with http:// or https://, not {target.url!r}")
-        headers = {"Content-Type": "application/json"}
+        headers = {b"Content-Type": b"application/json"}
         if target.api_key:
-            if not target.api_key.isascii() or not target.api_key.isprintable():
+            if not target.api_key.isprintable():
                 raise OptionError("the API key holds characters that no HTTP header can carry")
-            headers["Authorization"] = f"Bearer {target.api_key}"
+            headers[b"Authorization"] = f"Bearer {target.api_key}".encode()
         # Servers close idle connections after about 5 s; reusing one just then would look like an error.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
         timeout = httpx.Timeout(timeout_s, connect=min(10.0, timeout_s))

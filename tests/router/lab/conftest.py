@@ -4,7 +4,6 @@ import asyncio
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -46,7 +45,6 @@ class Endpoint:
     bodies: list = field(default_factory=list)
     paths: list = field(default_factory=list)
     tokenized: list = field(default_factory=list)
-    arrivals: list = field(default_factory=list)
     in_flight: set = field(default_factory=set)
     most_in_flight: int = 0
     hanging: threading.Event = field(default_factory=threading.Event)
@@ -62,7 +60,7 @@ def build_app(state: Endpoint) -> FastAPI:
     @app.get("/v1/models")
     async def models(request: Request):
         wanted = f"Bearer {state.api_key}" if state.api_key else None
-        if wanted and request.headers.get("authorization") != wanted:
+        if wanted and request.headers.get("authorization", "").encode("latin-1").decode() != wanted:
             return JSONResponse({"error": {"message": "bad key"}}, 401)
         return JSONResponse(state.models, state.models_status)
 
@@ -80,7 +78,6 @@ def build_app(state: Endpoint) -> FastAPI:
         number = len(state.bodies)
         state.bodies.append(body)
         state.paths.append(request.url.path)
-        state.arrivals.append(time.perf_counter())
         fault = state.fault(body, number)
         if fault.isdigit():
             return JSONResponse({"error": {"message": f"answered {fault}"}}, int(fault))
@@ -92,6 +89,8 @@ def build_app(state: Endpoint) -> FastAPI:
         state.most_in_flight = max(state.most_in_flight, len(state.in_flight))
         try:
             async for event in answer(body, fault):
+                if event == "[DONE]":  # before the client can know, and send the next one
+                    state.in_flight.discard(number)
                 yield f"data: {event}\n\n"
         finally:
             state.in_flight.discard(number)

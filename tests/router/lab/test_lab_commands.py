@@ -77,10 +77,8 @@ def test_key_from_the_environment(endpoint, invoke, monkeypatch):
         (("builtin", "--scale", "0"), "scale must be a positive number"),
         (("builtin", "--vocab", "0"), "no token ids between"),
         (("builtin", "--limit", "0"), "limit must be a positive number"),
-        (
-            ("builtin", "--json", "/no/such/folder/x.json", "--limit", "1"),
-            "cannot write /no/such/folder/x.json",
-        ),
+        (("builtin", "--json", "/no/such/folder/x.json"), "/no/such/folder/x.json: no such folder"),
+        (("builtin", "--json", "."), "cannot write .: a folder"),
     ],
 )
 def test_errors_are_of_our_tree(endpoint, invoke, arguments, complaint):
@@ -88,6 +86,7 @@ def test_errors_are_of_our_tree(endpoint, invoke, arguments, complaint):
     result = invoke(*arguments, "--url", endpoint.url)
     assert isinstance(result.exception, RouterError)
     assert complaint in str(result.exception)
+    assert endpoint.bodies == []
 
 
 def test_ctrl_c_ends_with_the_partial_report(endpoint):

@@ -21,6 +21,21 @@ def run(endpoint, requests, progress=None, stop=None, target=None, **options):
     return asyncio.run(replay(requests, target or Target(endpoint.url), options, progress, stop))
 
 
+def run_until(ends, endpoint, requests, **options):
+    """Run, and stop when so many requests have ended."""
+
+    async def scenario():
+        stop = asyncio.Event()
+
+        def progress(ended, total, failed):
+            if ended == ends:
+                stop.set()
+
+        return await replay(requests, Target(endpoint.url), ReplayOptions(**options), progress, stop)
+
+    return asyncio.run(scenario())
+
+
 class TestWhatIsSent:
     def test_bodies(self, endpoint):
         tools = ({"type": "function", "function": {"name": "f"}},)
@@ -48,9 +63,10 @@ class TestWhatIsSent:
     def test_url_with_or_without_v1(self, endpoint, suffix):
         assert run(endpoint, [chat("a")], target=Target(endpoint.url + suffix)).errors == {}
 
-    def test_key_and_model(self, endpoint):
-        endpoint.api_key = "secret"
-        report = run(endpoint, [chat("a")], target=Target(endpoint.url, "other", "secret"))
+    @pytest.mark.parametrize("key", ["secret", "gehöört"])
+    def test_key_and_model(self, endpoint, key):
+        endpoint.api_key = key
+        report = run(endpoint, [chat("a")], target=Target(endpoint.url, "other", key))
         assert report.errors == {}
         assert endpoint.bodies[0]["model"] == "other"
 
@@ -84,9 +100,9 @@ class TestFigures:
     def test_tokens_are_asked_for_after_the_timed_part_as_they_were_sent(self, endpoint):
         run(endpoint, [chat("a"), Request(text="b", max_tokens=1)], concurrency=1)
         message = {"role": "user", "content": "a"}
-        assert endpoint.tokenized == [
-            {"model": "tiny", "messages": [message], "add_generation_prompt": True},
+        assert sorted(endpoint.tokenized, key=len) == [
             {"model": "tiny", "prompt": "b"},
+            {"model": "tiny", "messages": [message], "add_generation_prompt": True},
         ]
 
     def test_known_tokens_are_not_asked_for(self, endpoint):
@@ -137,8 +153,10 @@ class TestFigures:
 
 class TestLoops:
     def test_closed_loop_keeps_exactly_so_many_in_flight(self, endpoint):
-        run(endpoint, [chat(str(n)) for n in range(30)], concurrency=4)
-        assert 2 <= endpoint.most_in_flight <= 4
+        endpoint.fault = lambda body, number: "hang" if number < 3 else ""
+        report = run_until(27, endpoint, [chat(str(n)) for n in range(30)], concurrency=4)
+        assert endpoint.most_in_flight == 4
+        assert (report.requests, report.errors) == (30, {"interrupted": 3})
 
     @pytest.mark.parametrize("how", [{"concurrency": 6}, {"speed": 1000.0}])
     def test_turns_of_a_session_never_overlap(self, endpoint, how):
@@ -175,16 +193,12 @@ class TestLoops:
             "at 3.0",
             "at 6.0",
         ]
-        assert endpoint.arrivals[-1] - endpoint.arrivals[0] > 0.15
-        assert report.duration_s >= 0.2
+        assert report.duration_s >= 6.0 / 30.0
 
     def test_open_loop_waits_for_nobody(self, endpoint):
-        endpoint.fault = lambda body, number: "hang" if number == 0 else ""
-        report = run(
-            endpoint, [chat(str(n), timestamp_s=n / 1000) for n in range(4)], speed=1.0, timeout_s=0.3
-        )
-        assert (report.requests, report.errors) == (4, {"timeout": 1})
-        assert endpoint.arrivals[3] - endpoint.arrivals[0] < 0.25
+        endpoint.fault = lambda body, number: "hang" if number < 3 else ""
+        report = run_until(1, endpoint, [chat(str(n), timestamp_s=n / 1000) for n in range(4)], speed=1.0)
+        assert (report.requests, report.errors) == (4, {"interrupted": 3})
 
 
 class TestFaults:
@@ -193,7 +207,7 @@ class TestFaults:
         [
             ("500", "http_500", "answered 500"),
             ("429", "http_429", "answered 429"),
-            ("hang", "timeout", "no end within 0.3 s"),
+            ("hang", "timeout", "no end within 1 s"),
             ("break", "disconnected", "the stream ended before the answer did"),
             ("error_event", "stream_error", "the replica died"),
             ("garbage", "protocol", "an event that is not JSON"),
@@ -201,7 +215,7 @@ class TestFaults:
     )
     def test_each_is_counted_under_its_kind(self, endpoint, fault, kind, detail):
         endpoint.fault = lambda body, number: fault if number == 1 else ""
-        report = run(endpoint, [chat(str(n)) for n in range(3)], concurrency=1, timeout_s=0.3)
+        report = run(endpoint, [chat(str(n)) for n in range(3)], concurrency=1, timeout_s=1.0)
         assert (report.requests, report.errors) == (3, {kind: 1})
         assert (
             len(report.notes) == 1 and report.notes[0].startswith(f"{kind}: ") and detail in report.notes[0]
