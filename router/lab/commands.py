@@ -72,10 +72,7 @@ def replay(
     reading = TraceOptions(scale, block_size, (min(_VOCAB_FLOOR, vocab // 4), vocab))
     report = asyncio.run(_run(read_trace(trace, reading), Target(url, model, api_key), options))
     _show(report, json_file)
-    if report.interrupted:
-        raise typer.Exit(130)
-    if report.failed_entirely:
-        raise typer.Exit(1)
+    raise typer.Exit(_status(report))
 
 
 def _check_writable(json_file: str | None) -> None:
@@ -109,6 +106,11 @@ def _until_interrupted(stop: asyncio.Event) -> Iterator[None]:
     finally:
         with contextlib.suppress(NotImplementedError):
             loop.remove_signal_handler(signal.SIGINT)
+
+
+def _status(report: Report) -> int:
+    """130 after Ctrl-C, as shells have it; 1 when no request at all ended well."""
+    return 130 if report.interrupted else int(report.failed_entirely)
 
 
 def _show(report: Report, json_file: str | None) -> None:
