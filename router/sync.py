@@ -17,7 +17,7 @@ from typing import Any
 
 from kvcore.errors import WireError
 from kvcore.fingerprint import FingerprintUpdate
-from router.errors import UpstreamError
+from router.errors import RouterError, UpstreamError
 from router.membership import Membership
 from router.placement import Placement
 from router.ray_router import ServeTransport
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class SyncSettings:
     """Times of the long poll, in seconds."""
 
-    hold_s: float = 10.0
+    hold_s: float = 2.0
     """How long a replica may hold a poll when nothing changes."""
     grace_s: float = 5.0
     """How long after `hold_s` a silent replica counts as lost."""
@@ -98,10 +98,9 @@ class FleetSync:
             try:
                 answer = await self._transport.poll(replica_id, follower.request(), follower.timeout_s)
                 self._apply(follower, answer)
-            except (UpstreamError, WireError, KeyError) as error:
-                if follower.joined:
-                    logger.warning("lost replica %s: %s", replica_id, error)
-                    self._placement.leave(replica_id)
+            except (RouterError, WireError, KeyError) as error:
+                logger.warning("no word from replica %s: %s", replica_id, error)
+                self._placement.leave(replica_id)
                 await asyncio.sleep(follower.failed())
                 continue
             spare = self._settings.min_interval_s - (time.monotonic() - started)

@@ -8,11 +8,10 @@ import sys
 import time
 from collections.abc import Iterator
 
-from router.config import AppConfig
+from router.config import LOOPBACK, AppConfig
 from router.errors import ConfigError
 
 APP_NAME = "warmroute"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def serve_switches() -> dict[str, str]:

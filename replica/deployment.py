@@ -1,0 +1,83 @@
+"""The replica on Ray Serve: one engine in an actor, reached by `generate` and `poll`.
+
+Both speak plain dicts with a version. `generate` streams start, delta, end or error chunks; `poll` is the
+long poll by which every router learns what this replica's cache holds and how busy it is. The engine steps
+in a thread of its own, so health checks, aborts and polls are answered while a prefill runs.
+"""
+
+import dataclasses
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ray import serve
+
+from replica.config import EngineConfig
+from replica.errors import ConfigError, ReplicaError
+from replica.models import load_tokenizer
+from replica.request import Request, error_chunk
+from replica.tokenizer import Tokenizer
+from replica.worker import EngineWorker, build_worker
+
+logger = logging.getLogger(__name__)
+
+_SET_HERE = frozenset({"model", "hash_secret", "replica_id"})
+
+
+def engine_config(model: str, options: dict[str, Any], **more: Any) -> EngineConfig:
+    """The engine's configuration from a deployment's `engine` options.
+
+    Raises:
+        ConfigError: an unknown option, or a value that cannot work.
+    """
+    known = {field.name for field in dataclasses.fields(EngineConfig)} - _SET_HERE
+    unknown = sorted(options.keys() - known)
+    if unknown:
+        raise ConfigError(f"unknown engine option {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    try:
+        return EngineConfig(model=model, **options, **more)
+    except TypeError as error:
+        raise ConfigError(f"engine options: {error}") from error
+
+
+def load_codec(model: str) -> Tokenizer:
+    """Tokenizer and chat template of a model, for the router's side of a request."""
+    return load_tokenizer(model)
+
+
+class Replica:
+    """One model replica. Serve constructs it; `engine` are the options of `engine_config`."""
+
+    def __init__(self, model: str, engine: dict[str, Any], secret: bytes) -> None:
+        self.id: str = serve.get_replica_context().replica_id.unique_id
+        config = engine_config(model, engine, hash_secret=secret, replica_id=self.id)
+        self._worker: EngineWorker = build_worker(config)
+        self._worker.start()
+
+    async def generate(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Stream the chunks of one request; closing the stream aborts it."""
+        try:
+            parsed = Request.from_wire(request)
+        except ReplicaError as error:
+            yield error_chunk("invalid", str(error))
+            return
+        async for chunk in self._worker.generate(parsed):
+            yield chunk
+
+    async def poll(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer with cache changes after (epoch, seq), at once if there are any, else after `timeout_s`."""
+        if request.get("target") not in (None, self.id):
+            # Serve fell back to us since the target is gone; our state must not be taken for its own.
+            return {"v": 1, "replica": self.id}
+        return await self._worker.poll(request["epoch"], request["seq"], request["timeout_s"])
+
+    def check_health(self) -> None:
+        """Serve's health check. Raises when the engine thread has died; Serve then replaces the replica."""
+        if not self._worker.health():
+            raise ReplicaError("the engine has stopped")
+
+    def __del__(self) -> None:
+        # Also called after a constructor that failed half-way.
+        worker = getattr(self, "_worker", None)
+        if worker is not None:
+            worker.stop()

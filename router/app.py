@@ -1,0 +1,138 @@
+"""The composition root: the Serve application of model replicas and the routers in front of them.
+
+`build` is what serve.yaml names. Everything else here only joins parts that know nothing of each other.
+"""
+
+import asyncio
+import logging
+import secrets
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from kvcore.hashing import PrefixHasher
+from replica.deployment import Replica, engine_config, load_codec
+from router.api.config import ApiConfig
+from router.api.server import build_api
+from router.config import LOOPBACK, AppConfig
+from router.dispatch import Dispatcher, DispatchLimits, ModelInfo
+from router.errors import ConfigError
+from router.membership import membership
+from router.placement import Placement
+from router.ray_router import ServeTransport, TargetRouter, deployment_key
+from router.sync import FleetSync
+
+logger = logging.getLogger(__name__)
+
+_UNLIMITED = 1_000_000
+"""Serve's own request limit: the engine's queue and the router's ledger are the real ones."""
+_START_TIMEOUT_S = 120.0
+
+
+class Router:
+    """One HTTP router. Serve constructs it and serves the application it builds."""
+
+    async def __init__(self, config: AppConfig, secret: bytes, replica: DeploymentHandle) -> None:
+        _refuse_open_endpoint(config)
+        self._config = config
+        self._model: ModelInfo | None = None
+        self._codec = await asyncio.to_thread(load_codec, config.model)
+        placement = Placement(config.policy, max_inflight_per_replica=config.max_inflight_per_replica)
+        transport = ServeTransport(replica)
+        self._dispatcher = Dispatcher(
+            placement,
+            PrefixHasher(secret),
+            transport,
+            lambda: self._model,
+            DispatchLimits(request_timeout_s=config.request_timeout_s),
+        )
+        members = membership(deployment_key(replica.app_name, replica.deployment_name))
+        self._sync = FleetSync(transport, placement, members, self._hear_model)
+        self._sync.start()
+        try:
+            await asyncio.wait_for(self._sync.ready.wait(), _START_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            logger.warning(
+                "no replica answered within %g s; /health says so until one does", _START_TIMEOUT_S
+            )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """The HTTP application; Serve asks for it after the constructor."""
+        config = self._config
+        api = ApiConfig(
+            model_names=(config.public_name,), api_keys=config.api_keys, max_body_bytes=config.max_body_bytes
+        )
+        return build_api(api, self._codec, self._dispatcher)
+
+    def _hear_model(self, told: dict[str, Any]) -> None:
+        """What a replica says of its model. All replicas must run what this router tokenizes for."""
+        info = ModelInfo(**told)
+        if info.digest != self._codec.model_digest:
+            raise ConfigError(
+                f"a replica runs model {info.digest[:12]}, this router tokenizes for "
+                f"{self._codec.model_digest[:12]}: same name, other files?"
+            )
+        if self._model is not None and info != self._model:
+            raise ConfigError(f"replicas disagree about their model: {info} and {self._model}")
+        self._model = info
+        self._dispatcher.placement.block_size = info.block_size
+
+    async def __del__(self) -> None:
+        # Also called after a constructor that failed half-way.
+        sync = getattr(self, "_sync", None)
+        if sync is not None:
+            await sync.stop()
+
+
+def _refuse_open_endpoint(config: AppConfig) -> None:
+    """Without API keys only loopback may be listened on.
+
+    The application cannot tell strangers from neighbours behind a proxy on its own machine, so the address
+    that Serve listens on decides.
+    """
+    host = serve_host()
+    if not config.api_keys and host not in LOOPBACK:
+        raise ConfigError(f"no api_keys, and Serve listens on {host}: configure keys, or listen on 127.0.0.1")
+
+
+def serve_host() -> str:
+    """The address Serve's proxies listen on; the widest one if Serve does not say."""
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client()
+    host = getattr(getattr(client, "http_config", None), "host", None)
+    return str(host) if host else "0.0.0.0"
+
+
+def build(args: AppConfig) -> serve.Application:
+    """The application for `serve.run` and serve.yaml.
+
+    Raises:
+        ConfigError: a setting that cannot work; found here, not in a replica that Serve restarts for ever.
+    """
+    engine_config(args.model, args.engine)
+    secret = bytes.fromhex(args.cluster_secret) if args.cluster_secret else secrets.token_bytes(32)
+    engine = {"threads": max(1, int(args.replica_cpus)), **args.engine}
+    if args.replica_gpus and "device" not in engine:
+        engine["device"] = "cuda"
+    replicas = serve.deployment(
+        name="Replica",
+        num_replicas=args.replicas,
+        max_ongoing_requests=_UNLIMITED,
+        ray_actor_options={"num_cpus": args.replica_cpus, "num_gpus": args.replica_gpus},
+        request_router_config=RequestRouterConfig(request_router_class=TargetRouter),
+        health_check_period_s=2,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=10,
+    )(Replica)
+    routers = serve.deployment(
+        name="Router",
+        num_replicas=args.routers,
+        max_ongoing_requests=_UNLIMITED,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=10,
+    )(serve.ingress()(Router))
+    return routers.bind(args, secret, replicas.bind(args.model, engine, secret))

@@ -1,0 +1,5 @@
+"""`python -m router.cli` is `warmroute`."""
+
+from router.cli import main
+
+main()

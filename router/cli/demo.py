@@ -1,0 +1,71 @@
+"""`warmroute demo`: the built-in workload against a real endpoint, once per policy, from cold caches."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from router.cli.cluster import deployed, free_port, local_ray
+from router.cli.serve import default_threads
+from router.config import AppConfig
+from router.errors import ConfigError
+from router.lab.client import Target
+from router.lab.progress import progress_bar
+from router.lab.record import Request
+from router.lab.replay import ReplayOptions, replay
+from router.lab.report import Report, report_table, write_json
+from router.lab.workload import builtin_workload
+
+POLICIES = ("round_robin", "least_load", "cache_aware")
+"""In the order of the table."""
+REPLICAS = 2
+NUM_BLOCKS = 2048
+"""KV blocks of 16 tokens per replica: room for every prefix of the workload, so routing alone decides."""
+HOST = "127.0.0.1"
+
+
+def demo(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the table here as JSON.")] = None,
+    model: Annotated[str, typer.Option(help="Model to serve.")] = "smollm2-135m",
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight (closed loop).")] = 6,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.")] = None,
+) -> None:
+    """Serve two CPU replicas and replay the built-in workload against them with each routing policy."""
+    if json_file is not None and not json_file.parent.is_dir():
+        raise ConfigError(f"cannot write {json_file}: no such folder")
+    _fetch(model)
+    requests = builtin_workload()[:limit]
+    typer.echo(f"starting a local Ray with {REPLICAS} CPU replicas of {model} ...", err=True)
+    with local_ray(REPLICAS):
+        reports = [_measure(policy, requests, model, concurrency) for policy in POLICIES]
+    Console().print(report_table(reports))
+    if json_file is not None:
+        json_file.write_text(write_json([report.as_json() for report in reports]), encoding="utf-8")
+    typer.echo("Everything it started has been stopped. To keep an endpoint up: warmroute serve")
+    if any(report.failed_entirely for report in reports):
+        raise typer.Exit(1)
+
+
+def _fetch(model: str) -> None:
+    """Fetch a named model with a progress bar, before replicas would do it silently."""
+    if Path(model).exists() or model.startswith("random:"):
+        return
+    # Another process: the weights are the replica's business, which the router does not import.
+    command = [sys.executable, "-m", "router.cli", "models", "pull", model]
+    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
+        raise ConfigError(f"cannot get the model {model}")
+
+
+def _measure(policy: str, requests: list[Request], model: str, concurrency: int) -> Report:
+    """One policy, on replicas that were just started and know nothing."""
+    engine = {"num_blocks": NUM_BLOCKS, "threads": default_threads(REPLICAS)}
+    config = AppConfig.model_validate(
+        {"model": model, "policy": policy, "replicas": REPLICAS, "engine": engine}
+    )
+    options = ReplayOptions(concurrency=concurrency, policy=policy)
+    with deployed(config, HOST, free_port()) as url, progress_bar(f"{policy:<12}") as progress:
+        return asyncio.run(replay(requests, Target(url), options, progress))
