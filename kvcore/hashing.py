@@ -86,8 +86,8 @@ class PrefixHasher:
         self, tokens: npt.NDArray[np.int32], block_size: int, root: int
     ) -> npt.NDArray[np.uint64]:
         """Hashes of all full blocks: int32[n] -> uint64[n // block_size]. A partial tail has no hash."""
-        full = len(tokens) // block_size * block_size
-        return self.chain(block_size, root).extend(tokens[:full])
+        chain = self.chain(block_size, root)
+        return chain.extend(tokens[: len(tokens) // block_size * block_size])
 
     def chain(self, block_size: int, root: int) -> "PrefixChain":
         """A hash chain at its beginning, to be extended block by block."""
