@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from router.api.answers import Answer, Usage
-from router.api.sse import event
+from router.api.sse import event, quote
 from router.stream import Chunk
 
 
@@ -27,7 +27,7 @@ class ChatForm:
 
     def opening(self) -> bytes:
         """The chunks that name the role, one per choice."""
-        delta = {"role": "assistant", "content": ""}
+        delta = '{"role":"assistant","content":""}'
         return "".join(self._chunk(index, delta, None, None) for index in range(self._choices)).encode()
 
     def delta(self, prompt: int, chunk: Chunk) -> bytes:
@@ -36,9 +36,9 @@ class ChatForm:
         entries = chunk["logprobs"]
         frames = ""
         if text or entries:
-            frames = self._chunk(index, {"content": text}, _logprobs(entries), None)
+            frames = self._chunk(index, f'{{"content":{quote(text)}}}', _logprobs(entries), None)
         if reason is not None:
-            frames += self._chunk(index, {}, None, reason)
+            frames += self._chunk(index, "{}", None, reason)
         return frames.encode()
 
     def usage(self, usage: Usage) -> bytes:
@@ -61,12 +61,11 @@ class ChatForm:
     def _base(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
-    def _chunk(
-        self, index: int, delta: Mapping[str, Any], logprobs: Mapping[str, Any] | None, reason: str | None
-    ) -> str:
+    def _chunk(self, index: int, delta: str, logprobs: Mapping[str, Any] | None, reason: str | None) -> str:
+        details = "null" if logprobs is None else json.dumps(logprobs)
         return (
-            f'{self._prefix}{index},"delta":{json.dumps(delta)},"logprobs":{json.dumps(logprobs)},'
-            f'"finish_reason":{json.dumps(reason)}{self._suffix}'
+            f'{self._prefix}{index},"delta":{delta},"logprobs":{details},'
+            f'"finish_reason":{quote(reason)}{self._suffix}'
         )
 
 

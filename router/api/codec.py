@@ -35,6 +35,10 @@ class Codec(Protocol):
         """int32[n] of the conversation, rendered by the model's chat template."""
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one id stands for."""
+        ...
+
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of the ids."""
         ...
@@ -53,6 +57,11 @@ class CodecPool:
         self._max_pending = max_pending
         self._pending = 0
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._longest = max((len(codec.token_bytes(k)) for k in range(codec.vocab_size)), default=1)
+
+    def least_tokens(self, size: int) -> int:
+        """How many tokens a text of `size` characters has at least, as no token stands for more of them."""
+        return size // max(1, self._longest)
 
     async def run(self, call: Callable[[], T], size: int, param: str) -> T:
         """`call`'s result; `size` in characters decides where it runs.

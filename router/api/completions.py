@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from router.api.answers import Answer, Usage
-from router.api.sse import event
+from router.api.sse import event, quote
 from router.stream import Chunk
 
 
@@ -36,10 +36,10 @@ class CompletionForm:
         if not text and reason is None and not entries:
             return b""
         index = prompt * self._choices + chunk["index"]
-        logprobs = json.dumps(self._logprobs(index, entries))
+        logprobs = "null" if entries is None else json.dumps(self._logprobs(index, entries))
         return (
-            f'{self._prefix}{index},"text":{json.dumps(text)},"logprobs":{logprobs},'
-            f'"finish_reason":{json.dumps(reason)}{self._suffix}'
+            f'{self._prefix}{index},"text":{quote(text)},"logprobs":{logprobs},'
+            f'"finish_reason":{quote(reason)}{self._suffix}'
         ).encode()
 
     def usage(self, usage: Usage) -> bytes:

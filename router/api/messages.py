@@ -19,14 +19,10 @@ def check_messages(messages: list[Any]) -> list[dict[str, Any]]:
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def text_size(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> int:
-    """About how many characters will be tokenized; tools count as 500 each."""
-    size = 500 * len(tools or ())
-    for message in messages:
-        content = message.get("content")
-        parts = content if isinstance(content, list) else [{"text": content or ""}]
-        size += 20 + sum(len(part["text"]) for part in parts)
-    return size
+def content_size(messages: list[dict[str, Any]]) -> int:
+    """Characters of what the (checked) messages say."""
+    contents = [message.get("content") or "" for message in messages]
+    return sum(sum(len(part["text"]) for part in c) if isinstance(c, list) else len(c) for c in contents)
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:

@@ -10,11 +10,14 @@ import numpy as np
 from router.api.codec import CodecPool, TokenIds
 from router.api.config import ApiConfig
 from router.api.errors import context_exceeded, invalid, model_not_found
-from router.api.messages import check_messages, text_size
+from router.api.messages import check_messages, content_size
 from router.api.schemas import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from router.dispatch import ModelInfo, PreparedRequest
 
 Prompt = str | list[int]
+
+_MARKUP = 100
+"""About how many characters a template adds for a message or a tool; only decides where it is tokenized."""
 
 
 class Preparer:
@@ -58,10 +61,11 @@ class Preparer:
             raise invalid(f"At most {limit} answers per request (prompts times n).", "prompt")
         sampling = self._sampling(body, body.logprobs)
         encode = partial(self._encode_prompts, prompts)
-        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        sizes = [len(prompt) for prompt in prompts if isinstance(prompt, str)]
+        self._check_size(max(sizes, default=0), "prompt")
         return [
             self._prepared(body, tenant, tokens, sampling, body.max_tokens, "prompt")
-            for tokens in await self._pool.run(encode, size, "prompt")
+            for tokens in await self._pool.run(encode, sum(sizes), "prompt")
         ]
 
     async def tokenize(self, body: TokenizeBody) -> TokenIds:
@@ -84,6 +88,9 @@ class Preparer:
 
     async def _encode_chat(self, body: ChatBody | TokenizeBody) -> TokenIds:
         messages = check_messages(body.messages or [])
+        size = content_size(messages)
+        if isinstance(body, ChatBody):
+            self._check_size(size, "messages")
         call = partial(
             self._pool.codec.encode_chat,
             messages,
@@ -91,7 +98,9 @@ class Preparer:
             body.add_generation_prompt is not False,
             body.chat_template_kwargs or None,
         )
-        return await self._pool.run(call, text_size(messages, body.tools), "messages")
+        return await self._pool.run(
+            call, size + _MARKUP * (len(messages) + len(body.tools or ())), "messages"
+        )
 
     def _encode_prompts(self, prompts: list[Prompt]) -> list[TokenIds]:
         return [self._encode_prompt(prompt) for prompt in prompts]
@@ -101,6 +110,12 @@ class Preparer:
             return self._pool.codec.encode_text(prompt)
         self._check_ids(prompt, "prompt")
         return np.array(prompt, dtype=np.int32)
+
+    def _check_size(self, size: int, param: str) -> None:
+        """Refuse texts that cannot fit before spending seconds on tokenizing them."""
+        least = self._pool.least_tokens(size)
+        if least >= self.context_length:
+            raise context_exceeded(self.context_length, least, 1, param)
 
     def _check_ids(self, ids: list[int], param: str) -> None:
         size = self._pool.codec.vocab_size

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from starlette.responses import Response
@@ -14,7 +15,14 @@ from router.api.exchange import ClientWatch, exchange_of
 
 logger = logging.getLogger(__name__)
 
+_LAST_BYTE_S = 1.0
+
 DONE = b"data: [DONE]\n\n"
+
+
+def quote(text: str | None) -> str:
+    """A JSON string, or null. An eighth of the time of `json.dumps`, which matters once per token."""
+    return "null" if text is None else encode_basestring_ascii(text)
 
 
 def event(payload: Mapping[str, Any]) -> bytes:
@@ -46,13 +54,13 @@ class EventStream(Response):
         """`limit_s`: seconds for the whole stream, after which even a blocked `send` is given up."""
         self.status_code = 200
         self.background = None
-        self.body = b""
         # Proxies that buffer would hold tokens back (x-accel-buffering is nginx's switch).
         self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
         self._frames = frames
         self._watch = watch
         self._close = close
         self._limit_s = limit_s
+        self._complete = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -61,6 +69,9 @@ class EventStream(Response):
             await asyncio.wait(
                 {pump, self._watch.gone}, timeout=self._limit_s, return_when=asyncio.FIRST_COMPLETED
             )
+            if self._complete and not pump.done():
+                # The last byte is on its way: servers report a disconnect after a complete answer, too.
+                await asyncio.wait({pump}, timeout=_LAST_BYTE_S)
             if pump.done():
                 pump.result()
             else:
@@ -77,6 +88,7 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for frame in self._frames:
                 await send({"type": "http.response.body", "body": frame, "more_body": True})
+            self._complete = True
             await send({"type": "http.response.body", "body": b""})
         finally:
             await self._frames.aclose()
