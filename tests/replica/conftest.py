@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import torch
 
 from replica.build import build_engine
 from replica.config import EngineConfig
@@ -31,6 +32,15 @@ class Result:
             self.text[output.index] = self.text.get(output.index, "") + output.text
             if output.finish_reason is not None:
                 self.reason[output.index] = output.finish_reason
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_torch_thread():
+    """Tiny operations on several threads mostly wait for each other, above all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
