@@ -1,0 +1,211 @@
+"""The event stream: exact events, gaps, snapshots, the wire."""
+
+import msgpack
+import numpy as np
+import pytest
+
+from kvcore.cache import PrefixCache
+from kvcore.errors import InvalidRequest, WireError
+from kvcore.events import BlocksRemoved, BlocksStored, Cleared, EventBatch, EventLog, Residency, Snapshot
+from kvcore.hashing import PrefixHasher
+from kvcore.namespace import Namespace
+
+
+def span(start, stop):
+    return np.arange(start, stop, dtype=np.int32)
+
+
+def hashes_of(cache, namespace, tokens):
+    hasher = cache.hasher
+    return hasher.block_hashes(tokens, cache.block_size, hasher.root(namespace)).tolist()
+
+
+def plain(event):
+    """An event as a tuple that can be compared."""
+    if isinstance(event, BlocksStored):
+        return "stored", event.seq, event.hashes.tolist(), event.parent, event.namespace, event.tier
+    if isinstance(event, BlocksRemoved):
+        return "removed", event.seq, event.hashes.tolist(), event.reason, event.tier
+    return "cleared", event.seq
+
+
+def test_a_history_in_exact_events(make_cache, ns):
+    cache = make_cache(num_blocks=4)
+    hashes = hashes_of(cache, ns, span(0, 12))
+    lease = cache.claim(span(0, 12), ns)
+    cache.commit(lease, 8)
+    cache.commit(lease, 12)
+    cache.release(lease)
+    other = cache.claim(span(50, 62), Namespace("other"))
+    cache.release(other)
+    cache.clear(ns)
+    cache.clear()
+    assert [plain(event) for event in cache.events.since(77, 0)] == [
+        ("stored", 1, hashes[:2], None, ns.digest(), "device"),
+        ("stored", 2, hashes[2:], hashes[1], ns.digest(), "device"),
+        ("removed", 3, [hashes[2], hashes[1]], "evicted", "device"),
+        ("removed", 4, [hashes[0]], "cleared", "device"),
+        ("cleared", 5),
+    ]
+    assert (cache.epoch, cache.seq) == (77, 5)
+
+
+def test_hits_duplicates_and_private_sequences_make_no_events(cache, ns, run):
+    run(cache, range(8), ns)
+    run(cache, range(8), ns)
+    run(cache, range(90, 98), ns, publish=False)
+    run(cache, range(8), ns, read=False)
+    assert cache.seq == 1
+
+
+def test_events_cannot_be_changed(cache, ns, run):
+    run(cache, range(8), ns)
+    event = cache.events.since(77, 0)[0]
+    with pytest.raises(ValueError):
+        event.hashes[0] = 0
+
+
+def test_raw_salts_are_nowhere_in_the_stream(cache, run):
+    run(cache, range(8), Namespace("m", tenant="tenant-x", salt="hunter2"))
+    data = cache.events_since(77, 0).encode() + cache.snapshot().encode()
+    assert b"hunter2" not in data and b"tenant-x" not in data
+
+
+def test_a_gap_is_visible(make_cache, ns, run):
+    cache = make_cache(num_blocks=64)
+    cache = PrefixCache(64, 4, cache.hasher, events=EventLog(9, capacity=6))
+    for start in (0, 100, 200):
+        run(cache, range(start, start + 8), ns)
+    log = cache.events
+    assert [event.seq for event in log.since(9, 1)] == [2, 3]
+    assert log.since(9, 3) == []
+    assert log.since(9, 0) is None, "event 1 is dropped"
+    assert log.since(9, 4) is None, "a number of the future"
+    assert log.since(8, 3) is None and log.since(None, 0) is None, "another epoch"
+
+
+def test_the_log_is_bounded_by_hashes_not_events():
+    log = EventLog(1, capacity=100)
+    for _ in range(50):
+        log.stored(np.arange(9, dtype=np.uint64), None, b"n")
+    assert log._weight <= 100 and len(log._events) == 10
+    log.removed(np.arange(1000, dtype=np.uint64), "evicted")
+    assert log.since(1, 50) is None and log.seq == 51 and len(log._events) == 0
+    log.cleared()
+    assert [event.seq for event in log.since(1, 51)] == [52]
+
+
+def test_snapshot_plus_events_equals_events_from_the_start(make_cache, ns, run):
+    cache = make_cache(num_blocks=6)
+    other = Namespace("m", salt="s")
+    run(cache, range(12), ns)
+    run(cache, range(8), other)
+    middle = Snapshot.decode(cache.snapshot().encode())
+    run(cache, [0, 1, 2, 3, 9, 9, 9, 9, 9, 9, 9, 9], ns)
+    run(cache, range(70, 78), other)
+    cache.clear(ns)
+    run(cache, range(12), ns)
+    late, full = Residency(), Residency(epoch=77)
+    late.load(middle)
+    for follower in (late, full):
+        for event in cache.events.since(follower.epoch, follower.seq):
+            follower.apply(event)
+    now = Residency()
+    now.load(cache.snapshot())
+    assert late == full == now
+    assert len(now.blocks) == cache.stats().published
+    a, b, c = hashes_of(cache, ns, span(0, 12))
+    digest = ns.digest()
+    assert {a: (digest, None), b: (digest, a), c: (digest, b)}.items() <= now.blocks.items()
+
+
+def test_a_follower_refuses_events_out_of_order():
+    with pytest.raises(InvalidRequest):
+        Residency(epoch=1, seq=3).apply(Cleared(5))
+
+
+def test_age_and_free_share_travel_with_the_events(make_cache, ns, run, clock):
+    cache = make_cache(num_blocks=8)
+    run(cache, range(8), ns)
+    clock.now = 12.5
+    batch = EventBatch.decode(cache.events_since(77, 0).encode())
+    assert (batch.epoch, batch.seq, batch.eviction_age_s, batch.free_share) == (77, 1, 12.5, 0.75)
+    assert [plain(event) for event in batch.events] == [plain(event) for event in cache.events.since(77, 0)]
+    assert cache.events_since(78, 0) is None
+
+
+def test_batches_survive_the_wire():
+    events = (
+        BlocksStored(1, np.array([2**64 - 1, 0], dtype=np.uint64), None, b"0123456789abcdef"),
+        BlocksStored(2, np.array([7], dtype=np.uint64), 2**64 - 1, b"0123456789abcdef", tier="host"),
+        BlocksRemoved(3, np.array([7], dtype=np.uint64), "cleared"),
+        Cleared(4),
+    )
+    batch = EventBatch.decode(EventBatch(2**63, 4, events, None, 1.0).encode())
+    assert [plain(event) for event in batch.events] == [plain(event) for event in events]
+    assert (batch.epoch, batch.seq, batch.eviction_age_s) == (2**63, 4, None)
+
+
+GOOD = msgpack.unpackb(EventBatch(1, 1, (Cleared(1),), None, 1.0).encode())
+STORE = {"t": "store", "seq": 1, "h": b"12345678", "ns": b"n", "tier": "device", "parent": None}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"v": 2},
+        {"v": None},
+        {"epoch": -1},
+        {"epoch": "1"},
+        {"seq": 1.5},
+        {"age": "old"},
+        {"free": 1},
+        {"events": 3},
+        {"events": [3]},
+        {"events": [{}]},
+        {"events": [{"t": "explode", "seq": 1}]},
+        {"events": [{**STORE, "h": b"123"}]},
+        {"events": [{**STORE, "h": "12345678"}]},
+        {"events": [{**STORE, "ns": "n"}]},
+        {"events": [{**STORE, "parent": -1}]},
+        {"events": [{"t": "remove", "seq": 1, "h": b"", "tier": "device"}]},
+    ],
+)
+def test_wrong_batches_are_refused(change):
+    EventBatch.decode(msgpack.packb({**GOOD, "events": [STORE]}))
+    with pytest.raises(WireError):
+        EventBatch.decode(msgpack.packb({**GOOD, **change}))
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x01", msgpack.packb([1]), b"\x85abc", b"\x80\x80"])
+def test_bytes_that_are_no_message_are_refused(data):
+    for kind in (EventBatch, Snapshot):
+        with pytest.raises(WireError):
+            kind.decode(data)
+
+
+def test_wrong_snapshots_are_refused(cache, ns, run):
+    run(cache, range(8), ns)
+    good = msgpack.unpackb(cache.snapshot().encode())
+    int32 = np.dtype("<i4")
+    for change in (
+        {"p": b""},
+        {"p": np.array([-1, 2], dtype=int32).tobytes()},
+        {"p": np.array([-2, 0], dtype=int32).tobytes()},
+        {"o": np.array([0, 1], dtype=int32).tobytes()},
+        {"o": np.array([0, -1], dtype=int32).tobytes()},
+        {"ns": ["text"]},
+        {"v": 9},
+    ):
+        with pytest.raises(WireError):
+            Snapshot.decode(msgpack.packb({**good, **change}))
+
+
+def test_epochs(make_cache):
+    hasher = PrefixHasher(b"s")
+    assert PrefixCache(1, 1, hasher).epoch != PrefixCache(1, 1, hasher).epoch
+    assert PrefixCache(1, 1, hasher, epoch=5, events=EventLog(5)).epoch == 5
+    with pytest.raises(InvalidRequest):
+        PrefixCache(1, 1, hasher, epoch=4, events=EventLog(5))
+    with pytest.raises(InvalidRequest):
+        EventLog(1, capacity=0)
