@@ -21,7 +21,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def quote(text: str | None) -> str:
-    """A JSON string, or null. An eighth of the time of `json.dumps`, which matters once per token."""
+    """A JSON string, or null. A fifth of the time of `json.dumps`, which matters once per token."""
     return "null" if text is None else encode_basestring_ascii(text)
 
 

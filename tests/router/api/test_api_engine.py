@@ -1,0 +1,152 @@
+"""The API over real engines in this process: hits, token counts and logprobs as the engine has them."""
+
+import asyncio
+import json
+import random
+
+import httpx
+import pytest
+
+from kvcore.fingerprint import FingerprintUpdate
+from kvcore.hashing import PrefixHasher
+from replica.config import EngineConfig
+from replica.models import load_tokenizer
+from replica.request import Request
+from replica.worker import build_worker
+from router.api.config import ApiConfig
+from router.api.server import build_api
+from router.dispatch import Dispatcher, ModelInfo
+from router.placement import Placement
+
+SECRET = b"one secret for all"
+LONG = "The quick brown fox jumps over the lazy dog. " * 5
+
+
+class Engines:
+    """Two engines, and a transport to them without a network between."""
+
+    def __init__(self):
+        options = {"model": "random:tiny", "num_blocks": 128, "threads": 1, "hash_secret": SECRET}
+        self.workers = {name: build_worker(EngineConfig(**options, replica_id=name)) for name in ("a", "b")}
+        self.placement = Placement(rng=random.Random(0))
+        self.info = None
+        dispatcher = Dispatcher(self.placement, PrefixHasher(SECRET), self, lambda: self.info)
+        self.app = build_api(ApiConfig(model_names=("tiny",)), load_tokenizer("random:tiny"), dispatcher)
+
+    async def generate(self, replica_id, request):
+        async for chunk in self.workers[replica_id].generate(Request.from_wire(request)):
+            yield chunk
+
+    async def poll(self):
+        """Tell the router everything anew."""
+        for name, worker in self.workers.items():
+            answer = await worker.poll(None, 0, 0.0)
+            self.info = ModelInfo(**answer["model"])
+            self.placement.block_size = self.info.block_size
+            self.placement.join(name)
+            assert self.placement.update(name, FingerprintUpdate.decode(answer["update"]), answer["load"])
+
+    async def loads(self):
+        return [(await worker.poll(None, 0, 0.0))["load"] for worker in self.workers.values()]
+
+
+@pytest.fixture(scope="module")
+def engines():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WARMROUTE_KERNELS", "reference")
+        found = Engines()
+    for worker in found.workers.values():
+        worker.start()
+    yield found
+    for worker in found.workers.values():
+        worker.stop()
+
+
+@pytest.fixture
+async def client(engines):
+    await engines.poll()
+    transport = httpx.ASGITransport(app=engines.app, client=("127.0.0.1", 4000))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as found:
+        yield found
+
+
+async def test_the_second_time_is_a_hit_as_predicted(engines, client):
+    body = {"model": "tiny", "prompt": LONG, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    first = await client.post("/v1/completions", json=body)
+    await engines.poll()
+    second = await client.post("/v1/completions", json=body)
+    salted = await client.post("/v1/completions", json={**body, "cache_salt": "mine"})
+    bypass = await client.post("/v1/completions", json={**body, "no_cache": True})
+    usages = [r.json()["usage"] for r in (first, second, salted, bypass)]
+    assert [u["prompt_tokens"] for u in usages] == [225] * 4
+    assert [u["prompt_tokens_details"]["cached_tokens"] for u in usages] == [0, 224, 0, 0]
+    assert [u["completion_tokens"] for u in usages] == [4] * 4
+    assert (
+        second.headers["x-warmroute-predicted-tokens"] == second.headers["x-warmroute-cached-tokens"] == "224"
+    )
+    assert second.headers["x-warmroute-replica"] == first.headers["x-warmroute-replica"]
+    texts = {r.json()["choices"][0]["text"] for r in (first, second, salted, bypass)}
+    assert len(texts) == 1
+
+
+async def test_logprobs_of_both_endpoints_agree(client):
+    options = {"model": "tiny", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+    tokens = (await client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]})).json()[
+        "tokens"
+    ]
+    chat = {**options, "messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2}
+    found = (await client.post("/v1/chat/completions", json=chat)).json()["choices"][0]["logprobs"]["content"]
+    text = (await client.post("/v1/completions", json={**options, "prompt": tokens, "logprobs": 2})).json()
+    old = text["choices"][0]["logprobs"]
+    assert [entry["token"] for entry in found] == old["tokens"]
+    assert [entry["logprob"] for entry in found] == pytest.approx(old["token_logprobs"], abs=1e-5)
+    assert [len(entry["top_logprobs"]) for entry in found] == [2, 2, 2]
+    assert all(
+        entry["top_logprobs"][0]["token"] == entry["token"] for entry in found
+    )  # greedy takes the first
+    assert old["text_offset"] == [0, len(old["tokens"][0]), len(old["tokens"][0] + old["tokens"][1])]
+
+
+async def test_streamed_and_whole_answers_agree(client):
+    body = {
+        "model": "tiny",
+        "prompt": ["one", "two"],
+        "n": 2,
+        "seed": 3,
+        "max_tokens": 12,
+        "ignore_eos": True,
+    }
+    whole = (await client.post("/v1/completions", json=body)).json()
+    stream = await client.post("/v1/completions", json={**body, "stream": True})
+    texts = dict.fromkeys(range(4), "")
+    for line in stream.text.split("\n\n")[:-2]:
+        choice = json.loads(line[6:])["choices"][0]
+        texts[choice["index"]] += choice["text"]
+    assert [choice["text"] for choice in whole["choices"]] == list(texts.values())
+    assert [choice["finish_reason"] for choice in whole["choices"]] == ["length"] * 4
+
+
+async def test_a_client_that_leaves_frees_the_engines_blocks(engines, client, make_call):
+    body = {"model": "tiny", "prompt": LONG, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    call = make_call(engines.app, "/v1/completions", json.dumps(body).encode())
+    await call.until(lambda: call.body)
+    call.leave()
+    await asyncio.wait_for(call.task, 1)
+    for _ in range(200):
+        loads = await engines.loads()
+        if not any(load["held"] for load in loads):
+            break
+        await asyncio.sleep(0.005)
+    assert [(load["held"], load["running"], load["waiting"]) for load in loads] == [(0, 0, 0)] * 2
+    assert all(load["free"] + load["cached"] == load["num_blocks"] for load in loads)
+    assert {name: set(stats.values()) for name, stats in engines.placement.stats().items()} == {
+        "a": {0},
+        "b": {0},
+    }
+
+
+async def test_the_context_is_what_fits_into_an_engines_pool(client):
+    body = {"model": "tiny", "prompt": LONG, "max_tokens": 2048 - 224}
+    response = await client.post("/v1/completions", json=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "maximum context length is 2048 tokens" in response.json()["error"]["message"]
