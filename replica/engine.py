@@ -207,7 +207,7 @@ class Engine:
         if answer is None:
             return None
         if token < 0:
-            return self._give_up(answer, "the model computed NaN logits for this request")
+            return self._give_up(answer, "the model computed NaN or infinite logits for this request")
         output = answer.take(seq, token, logprobs, self.cache.epoch, self.cache.seq)
         if output.finish_reason is not None:
             self.scheduler.remove(seq)

@@ -110,6 +110,11 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
+    def filtered(self) -> bool:
+        """Whether any token is excluded from the draw by top_k, top_p or min_p."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
     def penalised(self) -> bool:
         """Whether any penalty changes the logits."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0

@@ -22,7 +22,10 @@ from torch import Tensor
 
 from replica.request import SamplingParams
 
-_LOW32 = 0xFFFFFFFF
+Floats = npt.NDArray[np.float32]
+
+_GROUP = 256
+_ROUNDING = 1 - 1e-6  # float32 probabilities that add up to exactly top_p must count as having reached it
 _U64 = np.uint64
 
 
@@ -65,7 +68,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Drawn tokens; -1 where the logits hold a NaN. `logprobs[i]` is None where none were asked for."""
+    """Drawn tokens; -1 where the logits hold a NaN or their highest is infinite.
+
+    `logprobs[i]` is None where none were asked for.
+    """
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
@@ -75,11 +81,14 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> Sampled:
     """Draw one token per row. logits: float[R, V], one row per entry of `rows`; left unchanged."""
     logits = logits.float()
     scores = _adjust(logits, rows)
-    best, tokens = scores.max(dim=1)  # the maximum propagates NaN, the arg-maximum takes the lowest id
-    drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
-    if drawn:
+    tokens = _greedy(scores)
+    sound = scores.gather(1, tokens[:, None])[:, 0].isfinite()
+    drawn = [i for i, fine in enumerate(sound.tolist()) if fine and not rows[i].params.greedy]
+    if len(drawn) == len(rows):
+        tokens = _draw(scores, rows)
+    elif drawn:
         tokens[drawn] = _draw(scores[drawn], [rows[i] for i in drawn])
-    tokens[best.isnan()] = -1
+    tokens[~sound] = -1
     return Sampled(tokens.tolist(), _logprobs(logits, tokens, rows))
 
 
@@ -124,85 +133,88 @@ def _penalise(scores: Tensor, row: Row) -> None:
         scores[torch.from_numpy(ids)] -= taken.to(scores)
 
 
+def _greedy(scores: Tensor) -> Tensor:
+    """int64[R]: the highest score, the lowest id among equals; where there is a NaN, that."""
+    if scores.device.type == "cpu":
+        # 20 times as fast as torch's arg-maximum over a vocabulary of 49,152.
+        return torch.from_numpy(scores.numpy().argmax(axis=1))
+    return scores.argmax(dim=1)
+
+
 def _draw(scores: Tensor, rows: Sequence[Row]) -> Tensor:
     """int64[R] for rows that are not greedy."""
-    params = [row.params for row in rows]
-    temperature = _column(scores, [p.temperature for p in params])
+    temperature = torch.tensor([row.params.temperature for row in rows], device=scores.device)[:, None]
     # Subtracting the maximum first keeps low temperatures from overflowing to inf - inf.
-    probs = torch.softmax((scores - scores.max(dim=1, keepdim=True).values) / temperature, dim=1)
-    u = torch.from_numpy(uniform([row.seed for row in rows], [row.position for row in rows]))
-    u = u.to(scores.device)[:, None]
-    filtered = [p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params]
+    probs = torch.softmax((scores - scores.amax(dim=1, keepdim=True)) / temperature, dim=1)
+    u = uniform([row.seed for row in rows], [row.position for row in rows])
+    filtered = [row.params.filtered for row in rows]
     if not any(filtered):
-        return _invert(probs, u)
-    if all(filtered):
-        return _draw_filtered(probs, u, params)
-    tokens = torch.empty(len(rows), dtype=torch.int64, device=scores.device)
-    for wanted, draw in ((True, True), (False, False)):
-        at = [i for i, f in enumerate(filtered) if f == wanted]
-        part, chosen = probs[at], [params[i] for i in at]
-        tokens[at] = _draw_filtered(part, u[at], chosen) if draw else _invert(part, u[at])
-    return tokens
-
-
-def _draw_filtered(probs: Tensor, u: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Sort only the tokens that can pass the filters, mark which do, draw among them."""
-    vocab = probs.shape[1]
-    top_k = [min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params]
-    sizes = _candidates(probs, params, top_k)
-    ids, values = _ranked(probs, int(sizes.max()))
-    ranks = torch.arange(values.shape[1], device=probs.device)
-    # A row must not see candidates that only a neighbour needs.
-    kept = torch.where(ranks < sizes[:, None], values, 0.0).double()
-    # A running sum does not change when zeros follow; sum() might, by its order of addition.
-    upto = kept.cumsum(dim=1)
-    total = torch.where(_column(kept, top_k) < vocab, upto[:, -1:], 1.0)
-    before = upto - kept
-    keep = before < _column(kept, [p.top_p for p in params]) * total
-    keep &= kept >= _column(kept, [p.min_p for p in params]) * kept[:, :1]
-    keep[:, 0] = True  # the most likely token always passes
-    picked = _invert(torch.where(keep, kept, 0.0), u)
-    return ids.gather(1, picked[:, None])[:, 0]
-
-
-def _candidates(probs: Tensor, params: Sequence[SamplingParams], top_k: Sequence[int]) -> Tensor:
-    """int64[R]: how many of each row's most likely tokens the filters can let pass (an upper bound).
-
-    With top-p alone, tokens under (1 - top_p) / V weigh less than 1 - top_p together, so the nucleus is among
-    the others; with min-p alone, the floor is the filter itself.
-    """
-    vocab = probs.shape[1]
-    top_p = _column(probs, [p.top_p for p in params])
-    min_p = _column(probs, [p.min_p for p in params])
-    peak = probs.max(dim=1, keepdim=True).values
-    floor = torch.where(top_p < 1, (1 - top_p) / vocab * 0.999, min_p * peak)
-    above = (probs >= floor).sum(dim=1)
-    limits = torch.tensor(top_k, device=probs.device)
-    return torch.where(limits < vocab, limits, above).clamp(min=1)
-
-
-def _ranked(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(ids, values) [R, count], largest value first, ties by lower id, whatever `count` is.
-
-    The bits of a float32 order like an integer once those of negative numbers are flipped, so that value and
-    id pack into one unique 64-bit key.
-    """
-    bits = values.contiguous().view(torch.int32)
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-    keys = (ordered << 32) | (_LOW32 - torch.arange(values.shape[1], device=values.device))
-    ids = _LOW32 - (keys.topk(count, dim=1).values & _LOW32)
-    return ids, values.gather(1, ids)
+        return _invert(probs, torch.from_numpy(u).to(probs.device))
+    tokens = torch.empty(len(rows), dtype=torch.int64)
+    plain = [i for i, f in enumerate(filtered) if not f]
+    if plain:
+        tokens[plain] = _invert(probs[plain], torch.from_numpy(u[plain]).to(probs.device)).cpu()
+    narrow = [i for i, f in enumerate(filtered) if f]
+    for i, weights in zip(narrow, probs[narrow].cpu().numpy(), strict=True):
+        tokens[i] = _draw_filtered(weights, rows[i].params, u[i])
+    return tokens.to(scores.device)
 
 
 def _invert(probs: Tensor, u: Tensor) -> Tensor:
-    """int64[R]: the first index whose cumulative weight exceeds u times the total; never one of weight 0."""
-    cumulative = probs.cumsum(dim=1, dtype=torch.float64)
-    picked = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)[:, 0]
-    return picked.clamp(max=probs.shape[1] - 1)
+    """int64[R]: the first id whose cumulative weight exceeds u times the total; never one of weight 0.
+
+    First the group of 256 ids, then the id in it, which spares a running sum over the whole vocabulary.
+    """
+    probs = torch.nn.functional.pad(probs, (0, -probs.shape[1] % _GROUP)).view(len(probs), -1, _GROUP)
+    groups = probs.sum(dim=2).double().cumsum(dim=1)
+    target = u[:, None] * groups[:, -1:]
+    group = torch.searchsorted(groups, target, right=True)
+    rest = target - torch.where(group > 0, groups.gather(1, (group - 1).clamp(min=0)), 0.0)
+    inside = probs[torch.arange(len(probs), device=probs.device), group[:, 0]].double().cumsum(dim=1)
+    # The group's own sum may be rounded differently: stay below what its members add up to.
+    rest = torch.minimum(rest, inside[:, -1:] * (1 - 2.0**-52))
+    return (group * _GROUP + torch.searchsorted(inside, rest, right=True))[:, 0]
 
 
-def _column(like: Tensor, values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+def _draw_filtered(weights: Floats, params: SamplingParams, u: float) -> int:
+    """One id out of float32[V], among those that pass top-k, top-p and min-p."""
+    ids = np.flatnonzero(weights >= _floor(weights, params))
+    weights = weights[ids]
+    kept = _kept(weights, params, len(ids))
+    ids, weights = ids[kept], weights[kept]
+    cumulative = weights.cumsum(dtype=np.float64)
+    return int(ids[np.searchsorted(cumulative, u * cumulative[-1], side="right")])
+
+
+def _floor(weights: Floats, params: SamplingParams) -> float:
+    """A weight that everything that passes the filters has at least; cheap, to have less to sort.
+
+    Ids under (1 - top_p) / V weigh less than 1 - top_p together, so the nucleus is among the others.
+    """
+    vocab = len(weights)
+    if 0 < params.top_k < vocab:
+        return float(np.partition(weights, vocab - params.top_k)[vocab - params.top_k])
+    if params.top_p < 1:
+        return (1 - params.top_p) / vocab * _ROUNDING
+    return params.min_p * float(weights.max()) * _ROUNDING
+
+
+def _kept(weights: Floats, params: SamplingParams, count: int) -> npt.NDArray[np.intp]:
+    """Places in float32[c], ascending, of what passes: the first so many by weight, ties by place."""
+    down = np.sort(weights)[::-1]
+    total = 1.0
+    if 0 < params.top_k < count:
+        count = params.top_k
+    if params.top_k > 0:
+        total = float(down[:count].sum(dtype=np.float64))
+    if params.top_p < 1:
+        before = down[: count - 1].cumsum(dtype=np.float64)
+        count = 1 + int(np.searchsorted(before, params.top_p * total * _ROUNDING))
+    if params.min_p > 0:
+        count = max(1, int((down[:count] >= params.min_p * _ROUNDING * down[0]).sum()))
+    last = down[count - 1]
+    above = np.flatnonzero(weights > last)
+    return np.sort(np.concatenate([above, np.flatnonzero(weights == last)[: count - len(above)]]))
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> list[TokenLogprobs | None]:
@@ -212,9 +224,16 @@ def _logprobs(logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> list[Token
         return found
     logprobs = torch.log_softmax(logits[at], dim=1)
     chosen = logprobs.gather(1, tokens[at].clamp(min=0)[:, None])[:, 0].tolist()
-    most = min(max(rows[i].params.logprobs or 0 for i in at), logits.shape[1])
-    ids, values = (ranked.tolist() for ranked in _ranked(logprobs, most))
-    for row, i in enumerate(at):
-        count = rows[i].params.logprobs or 0
-        found[i] = TokenLogprobs(chosen[row], tuple(zip(ids[row][:count], values[row][:count], strict=True)))
+    for values, own, i in zip(logprobs, chosen, at, strict=True):
+        found[i] = TokenLogprobs(own, _top(values, rows[i].params.logprobs or 0))
     return found
+
+
+def _top(values: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+    """The `count` highest of float[V] with their ids, ties by lower id."""
+    if count == 0:
+        return ()
+    last = values.topk(min(count, len(values))).values[-1]
+    ids = (values >= last).nonzero()[:, 0]
+    order = values[ids].sort(descending=True, stable=True).indices[:count]
+    return tuple(zip(ids[order].tolist(), values[ids[order]].tolist(), strict=True))

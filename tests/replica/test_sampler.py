@@ -59,6 +59,8 @@ def test_huge_logits_and_minus_infinity_do_not_break_a_draw():
 def test_nan_logits_are_reported_and_leave_the_neighbour_alone():
     logits = [[math.nan, 1.0], [0.0, 1.0], [1.0, math.nan]]
     assert draw(logits, row(temperature=0), row(temperature=0), row(temperature=1.0)) == [-1, 1, -1]
+    assert draw([[math.inf, 1.0], [0.0, 9.0]], row(temperature=1.0), row(temperature=1.0)) == [-1, 1]
+    assert draw([[1.0]], row(forbidden=frozenset({0}))) == [-1]
 
 
 def test_top_k_one_and_a_tiny_top_p_are_greedy_even_with_ties():
@@ -218,6 +220,20 @@ def test_logprobs_are_the_models_own_whatever_the_filters():
 def test_more_logprobs_than_tokens_gives_all_of_them():
     found = sample(torch.tensor([[1.0, 2.0, -math.inf]]), [row(temperature=0, logprobs=50)])
     assert [token for token, _ in found.logprobs[0].top] == [1, 0, 2]
+
+
+def test_top_logprobs_break_ties_by_id():
+    found = sample(torch.tensor([[1.0, 2.0, 2.0, 2.0]]), [row(temperature=0, logprobs=2)])
+    assert [token for token, _ in found.logprobs[0].top] == [1, 2]
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 1000])
+def test_any_vocabulary_size_can_be_drawn_from_end_to_end(size):
+    logits = torch.full((400, size), -math.inf)
+    last = torch.arange(400) % 2 == 0
+    logits[last, -1], logits[~last, 0] = 0.0, 0.0
+    tokens = sample(logits, [row(seed) for seed in range(400)]).tokens
+    assert tokens == [size - 1 if is_last else 0 for is_last in last.tolist()]
 
 
 def test_half_precision_logits_are_fine():
