@@ -58,7 +58,7 @@ class LruOrder:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self._log = np.empty(num_blocks + max(num_blocks // 2, 64), dtype=np.int32)
+        self._log = np.empty(num_blocks + max(num_blocks // 4, 64), dtype=np.int32)
         self._position = np.full(num_blocks, -1, dtype=np.int32)
         self._head = self._tail = self._length = 0
 

@@ -153,6 +153,7 @@ class FingerprintFeed:
         self._weight = 0
         self._lock = threading.Lock()
         self._seq = 0
+        self.rebuilds = 0  # times this feed itself was too slow for the event log
 
     def update_since(self, epoch: int | None, seq: int) -> FingerprintUpdate | None:
         """What a router at (`epoch`, `seq`) needs to be current; None when it is."""
@@ -210,6 +211,7 @@ class FingerprintFeed:
 
     def _rebuild(self) -> None:
         """Start again from a snapshot: this feed itself was slower than the log is long."""
+        self.rebuilds += 1
         logger.warning("fingerprint feed fell behind the event log: rebuilding from a snapshot")
         snapshot = self._cache.snapshot()
         self._filter.clear()

@@ -400,7 +400,9 @@ class CacheMachine(RuleBasedStateMachine):
             self.harness.finish()
 
 
-CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+# More of both: KVCORE_EXAMPLES=5000 KVCORE_RANDOM_LIVES=3000 pytest tests/kvcore/test_cache_machine.py
+EXAMPLES = int(os.environ.get("KVCORE_EXAMPLES", "200"))
+CacheMachine.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=30, deadline=None)
 TestCacheMachine = CacheMachine.TestCase
 
 
@@ -437,7 +439,7 @@ def random_life(seed, steps):
 
 def test_long_random_lives():
     seen = Counter()
-    for seed in range(int(os.environ.get("KVCORE_RANDOM_LIVES", "30"))):
+    for seed in range(int(os.environ.get("KVCORE_RANDOM_LIVES", "100"))):
         seen += random_life(seed, 150)
     kinds = ["hits", "partial hit", "evictions", "collisions", "twins", "out of blocks", "gap", "delta"]
     assert min(seen[kind] for kind in [*kinds, "cleared while held"]) > 20, seen
