@@ -78,7 +78,6 @@ class Fingerprints:
         self._free: list[int] = list(range(_WORD))  # heap: the lowest free slot is taken first
         self._set_matrix(np.zeros((_MIN_ROWS, 1), dtype=np.uint64))
         self._hashes = FilterGeometry(_MIN_ROWS).hashes
-        self._steps: Words = np.arange(self._hashes, dtype=np.uint64)[:, None]
 
     @property
     def capacity(self) -> int:
@@ -172,19 +171,20 @@ class Fingerprints:
         """
         words = self._matrix.shape[1]
         depth = np.zeros((words, _WORD), dtype=np.int64)
-        alive = np.full(words, _MASK64, dtype=np.uint64)
+        alive = [_MASK64] * words
         start, size = 0, 512 if words == 1 else 64
         while start < len(hashes):
             rows = self._rows(hashes[start : start + size])
-            living = alive.nonzero()[0].tolist()
+            living = [word for word in range(words) if alive[word]]
             if 4 * len(living) > words > 1:
-                alive = _descend(self._matrix.take(rows, axis=0), alive, depth)
+                alive = _descend_all(self._matrix.take(rows, axis=0), alive, depth)
             else:
-                rows *= words
+                if words > 1:
+                    rows *= words
                 for word in living:
-                    part = self._flat.take(rows + word if word else rows)[..., None]
-                    alive[word : word + 1] = _descend(part, alive[word : word + 1], depth[word : word + 1])
-            if not alive.any():
+                    picked = self._flat.take(rows + word if word else rows)
+                    alive[word] = _descend(picked, alive[word], depth[word])
+            if not any(alive):
                 break
             start, size = start + size, 2 * size
         return depth.reshape(-1)
@@ -194,14 +194,19 @@ class Fingerprints:
 
         The matrix has at most 2^31 rows, so adding the whole hash instead of its low half changes nothing.
         """
-        rows = self._steps * (hashes >> _S32 | _ONE)
-        rows += hashes
-        rows &= np.uint64(len(self._matrix) - 1)
+        step = hashes >> _S32
+        step |= _ONE
+        rows = np.empty((self._hashes, len(hashes)), dtype=np.uint64)
+        rows[0] = hashes
+        for k in range(1, self._hashes):
+            np.add(rows[k - 1], step, out=rows[k])
+        rows &= self._row_mask
         return rows.view(np.int64)
 
     def _set_matrix(self, matrix: Words) -> None:
         self._matrix = matrix  # bit `slot % 64` of word [row, slot // 64]
         self._flat = matrix.reshape(-1)
+        self._row_mask = np.uint64(len(matrix) - 1)
 
     def _gap(self, column: _Column) -> bool:
         column.gaps += 1
@@ -252,7 +257,6 @@ class Fingerprints:
         known = [c.geometry for c in self._columns.values() if c.geometry is not None]
         rows = max([_MIN_ROWS, *(g.rows for g in known)])
         self._hashes = min((g.hashes for g in known), default=self._hashes)
-        self._steps = np.arange(self._hashes, dtype=np.uint64)[:, None]
         words = 1 + max((c.word for c in self._columns.values()), default=0)
         have = len(self._matrix)
         if rows > have:
@@ -265,23 +269,39 @@ class Fingerprints:
             heapq.heapify(self._free)
 
 
-def _descend(picked: Words, alive: Words, depth: Depths) -> Words:
-    """Add to `depth` how far each replica still holds the blocks: picked is uint64[K, m, words].
+def _descend(picked: Words, alive: int, depth: Depths) -> int:
+    """Add to `depth` how far each of 64 replicas still holds the blocks: picked is uint64[K, m].
 
-    `alive` (uint64[words]) are the replicas that hold everything before, `depth` is int64[words, 64], updated
-    in place. Returns the replicas that hold all m blocks as well.
+    `alive` are the replicas that hold everything before, `depth` is int64[64], updated in place. Returns the
+    replicas that hold all m blocks as well.
     """
     held = np.bitwise_and.reduce(picked, axis=0)
-    held[0] &= alive
+    if alive != _MASK64:
+        held[0] &= np.uint64(alive)
+    np.bitwise_and.accumulate(held, out=held)
+    ends = (held[1:] != held[:-1]).nonzero()[0]  # the last block of each stretch that the same replicas hold
+    depth += _lengths(held[:, None], ends)
+    return int(held[-1])
+
+
+def _descend_all(picked: Words, alive: list[int], depth: Depths) -> list[int]:
+    """`_descend` for all words at once: picked is uint64[K, m, words], depth int64[words, 64]."""
+    held = np.bitwise_and.reduce(picked, axis=0)
+    held[0] &= np.array(alive, dtype=np.uint64)
     np.bitwise_and.accumulate(held, axis=0, out=held)
-    last = np.empty(len(held), dtype=np.bool_)  # whether a stretch held by the same replicas ends
-    last[-1] = True
-    change = held[1:] != held[:-1]
-    last[:-1] = change[:, 0] if held.shape[1] == 1 else change.any(axis=1)
-    ends = last.nonzero()[0]
-    blocks = np.zeros(len(ends) + 1, dtype=np.int64)
-    np.add(ends, 1, out=blocks[1:])
-    octets = held[ends].astype("<u8", copy=False).view(np.uint8)
-    stretches = np.add.reduce(np.unpackbits(octets, axis=1, bitorder="little"), axis=0, dtype=np.intp)
-    depth += blocks.take(stretches).reshape(depth.shape)
-    return held[-1]
+    ends = (held[1:] != held[:-1]).any(axis=1).nonzero()[0]
+    depth += _lengths(held, ends).reshape(depth.shape)
+    return held[-1].tolist()
+
+
+def _lengths(held: Words, ends: npt.NDArray[np.intp]) -> Depths:
+    """Leading blocks per replica, int64[64 * words], of AND-accumulated uint64[m, words]."""
+    count = len(ends)
+    states = np.empty((count + 1, held.shape[1]), dtype="<u8")
+    blocks = np.zeros(count + 2, dtype=np.int64)
+    states[:count], states[count] = held[ends], held[-1]
+    np.add(ends, 1, out=blocks[1:-1])
+    blocks[-1] = len(held)
+    bits = np.unpackbits(states.view(np.uint8), axis=1, bitorder="little")
+    stretches: npt.NDArray[np.intp] = np.add.reduce(bits, axis=0, dtype=np.intp)
+    return blocks.take(stretches)

@@ -27,8 +27,12 @@ DEFAULT_TOKENS_PER_S = 1000.0
 DEFAULT_STEP_S = 0.01
 """Decode step time assumed until a replica has reported one."""
 
-_FIELDS = ("rate", "token_s", "step_s", "others_tokens", "others_requests", "since", "age_s", "free_blocks",
-           "block_share", "sent_blocks", "reported_at", "rate_known")  # fmt: skip
+HORIZON_TOKENS = 32
+"""Output tokens over which the slower decode steps at a busy replica are counted."""
+
+_FIELDS = ("rate", "token_s", "horizon_s", "others_tokens", "others_requests", "since", "age_s",
+           "free_blocks", "block_share", "sent_blocks", "reported_at",
+           "rate_known", "busy_at")  # fmt: skip
 
 
 class Loads:
@@ -36,7 +40,7 @@ class Loads:
 
     rate: Vector  # prefill, tokens/s
     token_s: Vector  # 1 / rate
-    step_s: Vector  # what one more running request adds to a decode step, seconds
+    horizon_s: Vector  # what each request there adds to the first HORIZON_TOKENS decode steps, seconds
     others_tokens: Vector  # prompt tokens that other routers' requests wait to have computed, at `since`
     others_requests: Vector  # other routers' requests, waiting and running
     since: Vector  # clock reading up to which work done is accounted for
@@ -45,6 +49,7 @@ class Loads:
     block_share: Vector  # 1 / number of blocks
     sent_blocks: Vector  # blocks that requests placed since the report will take
     reported_at: Vector  # clock reading of the report
+    busy_at: Vector  # clock reading when requests were last known to be there
     rate_known: Vector  # 1 where the replica reported its rate, 0 where it is a guess
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, transit_s: float = 0.05) -> None:
@@ -70,8 +75,9 @@ class Loads:
         for name in _FIELDS:
             getattr(self, name)[slot] = 0.0
         self._set_rate(slot, self._last_rate)
-        self.step_s[slot] = DEFAULT_STEP_S
+        self.horizon_s[slot] = HORIZON_TOKENS * DEFAULT_STEP_S
         self.age_s[slot] = np.inf
+        self.busy_at[slot] = -np.inf
         self.since[slot] = self.reported_at[slot] = self._clock()
         self.ledger.join(replica_id, slot)
 
@@ -81,6 +87,8 @@ class Loads:
         self._learn_speed(slot, load)
         requests = float(load.get("waiting", 0) + load.get("running", 0))
         self.others_requests[slot] = max(0.0, requests - self.ledger.outstanding[slot])
+        if requests:
+            self.busy_at[slot] = now
         self._split(replica_id, slot, float(load.get("waiting_tokens", 0)), now)
         age_s = load.get("eviction_age_s")
         self.age_s[slot] = np.inf if age_s is None else age_s
@@ -88,6 +96,11 @@ class Loads:
         self.block_share[slot] = 1.0 / max(1, load.get("num_blocks", 1))
         self.sent_blocks[slot] = 0.0
         self.reported_at[slot] = now
+
+    def sent(self, slot: int, blocks: int, now: float) -> None:
+        """A request that needs so many blocks was placed."""
+        self.sent_blocks[slot] += blocks
+        self.busy_at[slot] = now
 
     def wait_tokens(self, now: float) -> Vector:
         """Prompt tokens that must be computed before a new request's turn comes, float64[capacity]."""
@@ -119,7 +132,7 @@ class Loads:
             self._set_rate(self.rate_known == 0.0, rate)
         step_s = load.get("decode_step_s") or 0.0
         if step_s > 0.0:
-            self.step_s[slot] = step_s / max(1.0, float(load.get("running", 0)))
+            self.horizon_s[slot] = HORIZON_TOKENS * step_s / max(1.0, float(load.get("running", 0)))
 
     def _set_rate(self, slot: int | npt.NDArray[np.bool_], rate: float) -> None:
         self.rate[slot] = rate

@@ -199,16 +199,16 @@ class Placement:
             QueueFull: all others are at `max_inflight_per_replica`.
         """
         now = self._clock()
-        allowed = self._allowed(exclude, now)
+        allowed, allowed_count = self._allowed(exclude, now)
         situation = self._situation(hashes, num_tokens, allowed, now)
         choice = self._policy.choose(situation)
         replica_id = self._names[choice.slot]
         assert replica_id is not None and allowed[choice.slot]
         predicted = int(situation.hit_tokens[choice.slot])
-        best = int(situation.hit_tokens[allowed].max())
+        best = situation.best_tokens
         reservation = self.ledger.reserve(replica_id, hashes if publish else None, num_tokens, predicted, now)
-        self.loads.sent_blocks[choice.slot] += -(-reservation.miss_tokens // situation.block_size)
-        reason = choice.reason if np.count_nonzero(allowed) > 1 else "only_replica"
+        self.loads.sent(choice.slot, -(-reservation.miss_tokens // situation.block_size), now)
+        reason = choice.reason if allowed_count > 1 else "only_replica"
         self._count(reason, best - predicted)
         return Decision(replica_id, predicted, best, reason, reservation, choice, situation, self._names)
 
@@ -236,7 +236,10 @@ class Placement:
 
     def finish(self, reservation: Reservation) -> None:
         """The request is over: answered, failed, aborted or given up. Idempotent."""
-        self.ledger.finish(reservation)
+        replica_id = reservation.replica_id
+        if replica_id is not None:
+            self.loads.busy_at[self.fingerprints.slot(replica_id)] = self._clock()
+            self.ledger.finish(reservation)
 
     def stats(self) -> dict[str, dict[str, int]]:
         """This router's figures by replica (`LedgerStats`); all exactly 0 when it is idle."""
@@ -261,21 +264,24 @@ class Placement:
         if len(self.ledger.in_flight) and self.ledger.in_flight.deepen(hashes, depth):
             stored, hit = hit, np.minimum(depth * size, longest)
             pending = hit - stored
-        return Situation(allowed, hit, pending, num_tokens, size, self.loads, now)
+        best = int((hit * allowed).max())
+        return Situation(allowed, hit, pending, best, num_tokens, size, self.loads, now)
 
-    def _allowed(self, exclude: frozenset[str], now: float) -> npt.NDArray[np.bool_]:
+    def _allowed(self, exclude: frozenset[str], now: float) -> tuple[npt.NDArray[np.bool_], int]:
+        """Replicas that may take a request, bool[capacity], and how many they are."""
         known = self._live
         if exclude:
             known = known.copy()
             for replica_id in exclude & self._suspicion.keys():
                 known[self.fingerprints.slot(replica_id)] = False
         allowed = known & (self.ledger.outstanding < self._limit)
-        if not allowed.any():
+        count = int(np.count_nonzero(allowed))
+        if not count:
             if not known.any():
                 raise NoReplica("every replica was excluded" if self._suspicion else "no replica is known")
             self.counters.queue_full += 1
             raise QueueFull(self._retry_after_s(known, now))
-        return allowed
+        return allowed, count
 
     def _retry_after_s(self, known: npt.NDArray[np.bool_], now: float) -> float:
         """When the shortest queue is worked off, which lets at least one request end."""

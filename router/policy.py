@@ -7,9 +7,9 @@
 wait: prompt tokens to be computed there first; miss: tokens of this prompt that are not cached there; rate:
 prefill tokens/s; step: what each request there adds to a decode step; requests: those there now. Recomputed
 tokens weigh BETA times, because a spilled prefill is work that somebody else waits for, and evicts
-blocks that somebody else needs. An *idle* replica's work delays nobody: one that would have computed the
-prompt sooner than the best replica, with its queue, gets the request. Waiting for one's own prefix, which is
-being computed there just now, is not counted as waiting for that purpose.
+blocks that somebody else needs. An *idle* replica's work delays nobody: one that had nothing to do for BETA
+times as long as it takes to compute the prompt, and would be done with it before the best replica's queue
+even lets it begin, gets the request. Waiting for one's own prefix, being computed there, does not count.
 
 Among replicas of nearly the same cost the one whose next eviction victim is oldest is taken, which makes
 separate LRU caches behave like one large one; what is still equal is drawn at random.
@@ -27,12 +27,12 @@ from router.loads import Loads
 
 Vector = npt.NDArray[np.float64]
 
+_NO_SLOTS = np.empty(0, dtype=np.intp)
+
 BETA = 4.0
 """Seconds of waiting that one second of recomputing weighs."""
-HORIZON_TOKENS = 32
-"""Output tokens over which the slower decode steps at a busy replica are counted."""
-NEAR_TOKENS = 64
-"""Costs that differ by less than the time to compute so many tokens count as equal."""
+NEAR = 0.1
+"""Costs that differ by less than this part of the time to compute the whole prompt count as equal."""
 
 
 @dataclass(slots=True)
@@ -45,6 +45,8 @@ class Situation:
     """Prompt tokens expected to be cached at each replica when the request's turn comes."""
     pending_tokens: npt.NDArray[np.int64] | None
     """Those of `hit_tokens` that requests in flight still have to compute; None: nothing in flight."""
+    best_tokens: int
+    """The longest hit of an allowed replica."""
     num_tokens: int
     block_size: int
     loads: Loads
@@ -108,31 +110,34 @@ class CacheAware:
         wait = loads.wait_tokens(s.now)
         miss = s.num_tokens - s.hit_tokens
         requests = loads.requests()
-        cost = (wait + BETA * miss) * loads.token_s + HORIZON_TOKENS * loads.step_s * requests
+        cost = (wait + BETA * miss) * loads.token_s
+        cost += loads.horizon_s * requests
         cost = np.where(s.allowed, cost, np.inf)
         best = int(cost.argmin())
-        near_s = NEAR_TOKENS * float(loads.token_s[best])
         if wait[best] > 0.0:
-            idle = self._sooner_when_idle(s, best, wait, miss, requests)
-            if len(idle):
-                slot, _ = self._oldest(s, idle, miss)
-                return Choice(slot, "load", cost)
-        near = (cost <= cost[best] + near_s).nonzero()[0]
-        slot, by_age = (best, False) if len(near) == 1 else self._oldest(s, near, miss)
-        return Choice(slot, _reason(s, slot, len(near), by_age), cost)
+            slots = self._idle(s, best, wait, miss, requests)
+            if len(slots):
+                return Choice(self._oldest(s, slots, miss)[0], "load", cost)
+        near_s = NEAR * s.num_tokens * float(loads.token_s[best])
+        slots = (cost <= cost[best] + near_s).nonzero()[0]
+        slot, by_age = (best, False) if len(slots) == 1 else self._oldest(s, slots, miss)
+        return Choice(slot, _reason(s, slot, len(slots) > 1, by_age), cost)
 
-    def _sooner_when_idle(
+    def _idle(
         self, s: Situation, best: int, wait: Vector, miss: npt.NDArray[np.int64], requests: Vector
     ) -> npt.NDArray[np.intp]:
-        """The idle replicas, of equal speed, that would be done before `best`; empty if none is."""
+        """Idle replicas, of equal speed, that compute the prompt while `best` makes it wait; often none."""
+        idle = s.allowed & (requests == 0.0)
+        if not np.count_nonzero(idle):
+            return _NO_SLOTS
         token_s = s.loads.token_s
-        own = 0 if s.pending_tokens is None else s.pending_tokens[best]
-        here_s = (max(0.0, wait[best] - own) + miss[best]) * token_s[best]
-        there_s = np.where(s.allowed & (requests == 0.0), miss * token_s, np.inf)
-        least_s = there_s.min()
-        if least_s >= here_s:
-            return np.empty(0, dtype=np.intp)
-        return (there_s <= least_s).nonzero()[0]
+        own = 0 if s.pending_tokens is None else int(s.pending_tokens[best])
+        wait_s = (float(wait[best]) - own) * float(token_s[best])
+        recompute_s = miss * token_s
+        idle &= s.now - s.loads.busy_at >= BETA * recompute_s
+        there_s = np.where(idle, recompute_s, np.inf)
+        least_s = float(there_s.min())
+        return (there_s <= least_s).nonzero()[0] if least_s < wait_s else _NO_SLOTS
 
     def _oldest(
         self, s: Situation, slots: npt.NDArray[np.intp], miss: npt.NDArray[np.int64]
@@ -180,14 +185,14 @@ class RoundRobin:
         return Choice(self._last, "round_robin")
 
 
-def _reason(s: Situation, slot: int, near: int, by_age: bool) -> str:
+def _reason(s: Situation, slot: int, tie: bool, by_age: bool) -> str:
     hit = int(s.hit_tokens[slot])
-    if hit < int(s.hit_tokens[s.allowed].max()) - s.block_size:
+    if hit < s.best_tokens - s.block_size:
         return "load"
     if hit:
         return "in_flight_prefix" if s.pending_tokens is not None and s.pending_tokens[slot] else "prefix"
     if by_age:
         return "age"
-    return "tie" if near > 1 else "load"
+    return "tie" if tie else "load"
 
 
