@@ -112,8 +112,8 @@ class ClientWatch:
                 return task.result()
             raise ClientGone
         finally:
+            abandon(task)
             if not task.done():
-                task.cancel()
                 await asyncio.wait({task})
 
     def stop(self) -> None:
@@ -123,6 +123,12 @@ class ClientWatch:
     async def _until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+
+
+def abandon(task: asyncio.Task[Any]) -> None:
+    """Cancel a task whose result nobody will ask for; a failure of it is not reported as a forgotten one."""
+    task.cancel()
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def _request_id(given: str | None) -> str:

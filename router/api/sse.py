@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.api.errors import CLIENT_CLOSED, ApiError
-from router.api.exchange import ClientWatch, exchange_of
+from router.api.exchange import ClientWatch, abandon, exchange_of
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class EventStream(Response):
         except OSError:  # what some servers raise from `send` when the client has left
             exchange_of(scope).status = CLIENT_CLOSED
         finally:
-            pump.cancel()
+            abandon(pump)
             self._close()
             self._watch.stop()
 
