@@ -439,7 +439,7 @@ def random_life(seed, steps):
 
 def test_long_random_lives():
     seen = Counter()
-    for seed in range(int(os.environ.get("KVCORE_RANDOM_LIVES", "100"))):
+    for seed in range(int(os.environ.get("KVCORE_RANDOM_LIVES", "60"))):
         seen += random_life(seed, 150)
     kinds = ["hits", "partial hit", "evictions", "collisions", "twins", "out of blocks", "gap", "delta"]
     assert min(seen[kind] for kind in [*kinds, "cleared while held"]) > 20, seen
