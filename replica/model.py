@@ -148,11 +148,11 @@ class Model:
         config, kernels = self.config, self.kernels
         heads, kv_heads = config.num_heads, config.num_kv_heads
         qkv = layer.qkv(kernels.rms_norm(x, layer.attn_norm, config.rms_eps))
-        q, k, v = qkv.view(len(x), -1, config.head_dim).split((heads, kv_heads, kv_heads), dim=1)
+        qk, v = qkv.view(len(x), -1, config.head_dim).split((heads + kv_heads, kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q = kernels.rms_norm(q, layer.q_norm, config.rms_eps)
-            k = kernels.rms_norm(k, layer.k_norm, config.rms_eps)
-        q, k = kernels.rope(q, step.cos, step.sin), kernels.rope(k, step.cos, step.sin)
+            q = kernels.rms_norm(qk[:, :heads], layer.q_norm, config.rms_eps)
+            qk = torch.cat((q, kernels.rms_norm(qk[:, heads:], layer.k_norm, config.rms_eps)), dim=1)
+        q, k = kernels.rope(qk, step.cos, step.sin).split((heads, kv_heads), dim=1)
         kernels.kv_write(k, v, k_cache, v_cache, step.slots)
         return layer.out(self._attend(config.window_of(index), q, k_cache, v_cache, step).flatten(1))
 
