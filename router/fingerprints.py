@@ -96,7 +96,7 @@ class Fingerprints:
     def position(self, replica_id: str) -> tuple[int | None, int]:
         """Epoch and sequence the column agrees with; `(None, 0)` asks for a snapshot."""
         column = self._columns[replica_id]
-        return column.epoch, column.seq
+        return (None, 0) if column.epoch is None else (column.epoch, column.seq)
 
     def stats(self, replica_id: str) -> ColumnStats:
         """Staleness and repair counters of one replica. Raises `KeyError` for an unknown one."""
