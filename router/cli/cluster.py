@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import logging
 import os
 import socket
 import sys
@@ -61,7 +62,9 @@ def check_endpoint(config: AppConfig, host: str, port: int) -> None:
 def local_ray(cpus: float) -> Iterator[None]:
     """Start a Ray of our own with at least `cpus` logical CPUs; everything it started is gone afterwards."""
     os.environ.update(serve_switches())
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray reports its own start at length; what matters to the user is said by the command.
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     import ray
 
     ray.init(
@@ -70,7 +73,7 @@ def local_ray(cpus: float) -> Iterator[None]:
         include_dashboard=False,
         object_store_memory=128 << 20,  # requests and chunks are small; weights never pass through it
         log_to_driver=False,
-        logging_level="warning",
+        logging_level="error",
     )
     try:
         yield
@@ -81,7 +84,10 @@ def local_ray(cpus: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deployed(config: AppConfig, host: str, port: int, timeout_s: float = 300.0) -> Iterator[str]:
-    """Deploy the application on the running Ray; yields its base URL, deletes it afterwards."""
+    """Deploy the application on the running Ray; yields its base URL, deletes it afterwards.
+
+    Serve takes host and port once in the life of a Ray: later deployments must come with the same ones.
+    """
     from ray import serve
 
     from router.app import build

@@ -40,8 +40,9 @@ def demo(
     _fetch(model)
     requests = builtin_workload()[:limit]
     typer.echo(f"starting a local Ray with {REPLICAS} CPU replicas of {model} ...", err=True)
+    port = free_port()
     with local_ray(REPLICAS):
-        reports = [_measure(policy, requests, model, concurrency) for policy in POLICIES]
+        reports = [_measure(policy, requests, model, concurrency, port) for policy in POLICIES]
     Console().print(report_table(reports))
     if json_file is not None:
         json_file.write_text(write_json([report.as_json() for report in reports]), encoding="utf-8")
@@ -60,12 +61,12 @@ def _fetch(model: str) -> None:
         raise ConfigError(f"cannot get the model {model}")
 
 
-def _measure(policy: str, requests: list[Request], model: str, concurrency: int) -> Report:
+def _measure(policy: str, requests: list[Request], model: str, concurrency: int, port: int) -> Report:
     """One policy, on replicas that were just started and know nothing."""
     engine = {"num_blocks": NUM_BLOCKS, "threads": default_threads(REPLICAS)}
     config = AppConfig.model_validate(
         {"model": model, "policy": policy, "replicas": REPLICAS, "engine": engine}
     )
     options = ReplayOptions(concurrency=concurrency, policy=policy)
-    with deployed(config, HOST, free_port()) as url, progress_bar(f"{policy:<12}") as progress:
+    with deployed(config, HOST, port) as url, progress_bar(f"{policy:<12}") as progress:
         return asyncio.run(replay(requests, Target(url), options, progress))
