@@ -58,13 +58,17 @@ def check_endpoint(config: AppConfig, host: str, port: int) -> None:
             raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
 
 
+def _hush() -> None:
+    """Ray and Serve tell of their start at length; what matters to the user, the command says itself."""
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 @contextlib.contextmanager
 def local_ray(cpus: float) -> Iterator[None]:
     """Start a Ray of our own with at least `cpus` logical CPUs; everything it started is gone afterwards."""
     os.environ.update(serve_switches())
-    # Ray reports its own start at length; what matters to the user is said by the command.
-    for name in ("ray", "ray.serve"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    _hush()
     import ray
 
     ray.init(
@@ -93,6 +97,7 @@ def deployed(config: AppConfig, host: str, port: int, timeout_s: float = 300.0) 
     from router.app import build
 
     serve.start(http_options={"host": host, "port": port})
+    _hush()  # importing serve has set up its logger anew
     serve.run(build(config), name=APP_NAME, route_prefix="/", blocking=False)
     url = f"http://{host}:{port}"
     try:

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from router.cli.cluster import deployed, free_port, local_ray
 from router.cli.serve import default_threads
 from router.config import AppConfig
 from router.errors import ConfigError
 from router.lab.client import Target
+from router.lab.commands import check_writable, present
 from router.lab.progress import progress_bar
 from router.lab.record import Request
 from router.lab.replay import ReplayOptions, replay
-from router.lab.report import Report, report_table, write_json
+from router.lab.report import Report
 from router.lab.workload import builtin_workload
 
 POLICIES = ("round_robin", "least_load", "cache_aware")
@@ -29,24 +29,23 @@ HOST = "127.0.0.1"
 
 
 def demo(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the table here as JSON.")] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", help="Write the table as JSON here (- for stdout).")
+    ] = None,
     model: Annotated[str, typer.Option(help="Model to serve.")] = "smollm2-135m",
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight (closed loop).")] = 6,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.")] = None,
 ) -> None:
     """Serve two CPU replicas and replay the built-in workload against them with each routing policy."""
-    if json_file is not None and not json_file.parent.is_dir():
-        raise ConfigError(f"cannot write {json_file}: no such folder")
+    check_writable(json_file)
     _fetch(model)
     requests = builtin_workload()[:limit]
     typer.echo(f"starting a local Ray with {REPLICAS} CPU replicas of {model} ...", err=True)
     port = free_port()
     with local_ray(REPLICAS):
         reports = [_measure(policy, requests, model, concurrency, port) for policy in POLICIES]
-    Console().print(report_table(reports))
-    if json_file is not None:
-        json_file.write_text(write_json([report.as_json() for report in reports]), encoding="utf-8")
-    typer.echo("Everything it started has been stopped. To keep an endpoint up: warmroute serve")
+    present(reports, [report.as_json() for report in reports], json_file)
+    typer.echo("Everything it started has been stopped. To keep an endpoint up: warmroute serve", err=True)
     if any(report.failed_entirely for report in reports):
         raise typer.Exit(1)
 

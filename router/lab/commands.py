@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -68,14 +68,14 @@ def replay(
         sampling=Sampling(max_tokens, temperature, ignore_eos),
         policy=policy,
     )
-    _check_writable(json_file)
+    check_writable(json_file)
     reading = TraceOptions(scale, block_size, (min(_VOCAB_FLOOR, vocab // 4), vocab))
     report = asyncio.run(_run(read_trace(trace, reading), Target(url, model, api_key), options))
-    _show(report, json_file)
+    present([report], report.as_json(), json_file)
     raise typer.Exit(_status(report))
 
 
-def _check_writable(json_file: str | None) -> None:
+def check_writable(json_file: str | None) -> None:
     """Complain before the replay, not after it, about a report that could not be kept."""
     if json_file in (None, "-"):
         return
@@ -113,19 +113,25 @@ def _status(report: Report) -> int:
     return 130 if report.interrupted else int(report.failed_entirely)
 
 
-def _show(report: Report, json_file: str | None) -> None:
-    """The table on stdout (stderr if the JSON goes there), what went wrong on stderr, JSON to its file."""
+def present(reports: Sequence[Report], value: Any, json_file: str | None) -> None:
+    """The table on stdout (stderr if the JSON goes there), what went wrong on stderr, JSON to its file.
+
+    Raises:
+        OptionError: the file cannot be written.
+    """
     errors = Console(stderr=True, highlight=False)
     console = errors if json_file == "-" else Console()
-    console.print(report_table([report]))
-    for kind, count in report.errors.items():
-        errors.print(f"{count} x {kind}", markup=False)
-    for note in report.notes:
-        errors.print(f"for example {note}", markup=False, soft_wrap=True)
+    console.print(report_table(reports))
+    for report in reports:
+        label = f"{report.policy}: " if report.policy else ""
+        for kind, count in report.errors.items():
+            errors.print(f"{label}{count} x {kind}", markup=False)
+        for note in report.notes:
+            errors.print(f"{label}for example {note}", markup=False, soft_wrap=True)
     if json_file == "-":
-        sys.stdout.write(write_json(report.as_json()))
+        sys.stdout.write(write_json(value))
     elif json_file is not None:
         try:
-            Path(json_file).write_text(write_json(report.as_json()), encoding="utf-8")
+            Path(json_file).write_text(write_json(value), encoding="utf-8")
         except OSError as error:
             raise OptionError(f"cannot write {json_file}: {error.strerror}") from error
