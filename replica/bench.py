@@ -62,9 +62,10 @@ def engine(
 
 def measure(model: str, prompt_tokens: int, repeats: int) -> dict[str, Any]:
     """All figures as one JSON-ready dict. Raises `ReplicaError`."""
-    longest = max(prompt_tokens, DECODE_PROMPT + DECODE_STEPS + 2)
+    longest = max(prompt_tokens, DECODE_PROMPT + DECODE_STEPS + max(BATCHES)) + 2
     blocks = (repeats + max(BATCHES) + 1) * (longest // BLOCK_SIZE + 2)
-    subject = build_engine(EngineConfig(model=model, num_blocks=blocks, hash_secret=b"bench"))
+    config = EngineConfig(model=model, num_blocks=blocks, max_model_len=longest, hash_secret=b"bench")
+    subject = build_engine(config)
     prompts = Prompts(subject)
     first_token(subject, prompts.next(DECODE_PROMPT))  # the first pass pays for lazy initialisation
     pairs = [_twice(subject, prompts.next(prompt_tokens)) for _ in range(repeats)]
