@@ -96,8 +96,8 @@ def deployed(config: AppConfig, host: str, port: int, timeout_s: float = 300.0) 
 
     from router.app import build
 
-    serve.start(http_options={"host": host, "port": port})
     _hush()  # importing serve has set up its logger anew
+    serve.start(http_options={"host": host, "port": port})
     serve.run(build(config), name=APP_NAME, route_prefix="/", blocking=False)
     url = f"http://{host}:{port}"
     try:
