@@ -83,7 +83,7 @@ def test_batched_and_chunked_with_evictions(tiny_engine, run_all, requests, expe
 
 def test_preempted(tiny_engine, ask, run_all):
     loose, tight = tiny_engine(), tiny_engine(num_blocks=20, max_batch_tokens=24, max_num_seqs=10)
-    requests = [ask(str(i), prompt[:30], max_tokens=40) for i, prompt in enumerate(PROMPTS)]
+    requests = [ask(str(i), prompt[:30], max_tokens=24) for i, prompt in enumerate(PROMPTS)]
     assert answers(tight, run_all, requests) == [answers(loose, run_all, [r])[0] for r in requests]
     assert tight.scheduler.preemptions > 20
 

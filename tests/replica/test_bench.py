@@ -1,0 +1,53 @@
+"""`warmroute bench engine` on the tiny model: what it prints can be parsed and names what was asked."""
+
+import json
+
+import typer
+from typer.testing import CliRunner
+
+from replica.bench import engine
+
+KEYS = [
+    "model",
+    "threads",
+    "prompt_tokens",
+    "repeats",
+    "ttft_cold_ms",
+    "ttft_warm_ms",
+    "ttft_speedup",
+    "prefill_tokens_per_s",
+    "decode_tokens_per_s",
+]
+
+
+def run(*arguments):
+    app = typer.Typer()
+    app.command()(engine)
+    return CliRunner().invoke(
+        app, ["--model", "random:tiny", "--prompt-tokens", "64", "--repeats", "2", *arguments]
+    )
+
+
+def test_json_on_stdout_is_all_there_is_on_stdout():
+    result = run("--threads", "1", "--json", "-")
+    assert result.exit_code == 0
+    figures = json.loads(result.stdout)
+    assert list(figures) == KEYS
+    assert (figures["model"], figures["threads"], figures["prompt_tokens"]) == ("random:tiny", 1, 64)
+    assert list(figures["decode_tokens_per_s"]) == ["1", "8"]
+    assert figures["ttft_cold_ms"] > 0 < figures["ttft_warm_ms"]
+    assert "time to first token, warm" in result.stderr
+
+
+def test_json_goes_to_a_file_and_the_table_to_stdout(tmp_path):
+    path = tmp_path / "figures.json"
+    result = run("--json", str(path))
+    assert list(json.loads(path.read_text())) == KEYS
+    assert "decode, batch 8" in result.stdout
+
+
+def test_a_prompt_beyond_the_context_or_an_unknown_model_is_a_clear_error():
+    result = run("--prompt-tokens", "5000")
+    assert (result.exit_code, "5000 tokens" in result.stderr) == (1, True)
+    result = run("--model", "no-such-model")
+    assert (result.exit_code, "no-such-model" in result.stderr) == (1, True)
