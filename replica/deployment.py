@@ -5,21 +5,25 @@ long poll by which every router learns what this replica's cache holds and how b
 in a thread of its own, so health checks, aborts and polls are answered while a prefill runs.
 """
 
+import asyncio
 import dataclasses
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 from ray import serve
 
 from replica.config import EngineConfig
 from replica.errors import ConfigError, ReplicaError
 from replica.models import load_tokenizer
-from replica.request import Request, error_chunk
+from replica.request import Request, SamplingParams, error_chunk
 from replica.tokenizer import Tokenizer
 from replica.worker import EngineWorker, build_worker
 
 logger = logging.getLogger(__name__)
+
+_WARM_UP_PROMPT, _WARM_UP_ANSWER = 128, 4
 
 _SET_HERE = frozenset({"model", "hash_secret", "replica_id"})
 
@@ -48,11 +52,12 @@ def load_codec(model: str) -> Tokenizer:
 class Replica:
     """One model replica. Serve constructs it; `engine` are the options of `engine_config`."""
 
-    def __init__(self, model: str, engine: dict[str, Any], secret: bytes) -> None:
+    async def __init__(self, model: str, engine: dict[str, Any], secret: bytes) -> None:
         self.id: str = serve.get_replica_context().replica_id.unique_id
         config = engine_config(model, engine, hash_secret=secret, replica_id=self.id)
-        self._worker: EngineWorker = build_worker(config)
+        self._worker: EngineWorker = await asyncio.to_thread(build_worker, config)
         self._worker.start()
+        await self._warm_up()
 
     async def generate(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Stream the chunks of one request; closing the stream aborts it."""
@@ -70,6 +75,17 @@ class Replica:
             # Serve fell back to us since the target is gone; our state must not be taken for its own.
             return {"v": 1, "replica": self.id}
         return await self._worker.poll(request["epoch"], request["seq"], request["timeout_s"])
+
+    async def _warm_up(self) -> None:
+        """Pay for lazy initialisation before Serve sends requests, and learn how fast this machine is."""
+        context = (await self._worker.poll(None, 0, 0.0))["model"]["context_length"]
+        sampling = SamplingParams(max_tokens=_WARM_UP_ANSWER, temperature=0.0, ignore_eos=True)
+        tokens = np.zeros(max(1, min(_WARM_UP_PROMPT, context - _WARM_UP_ANSWER)), dtype=np.int32)
+        for number in range(2):
+            request = Request(f"warm-up-{number}", tokens, sampling, read=False, publish=False)
+            async for chunk in self._worker.generate(request):
+                if chunk["type"] == "error":
+                    raise ReplicaError(f"the warm-up failed: {chunk['message']}")
 
     def check_health(self) -> None:
         """Serve's health check. Raises when the engine thread has died; Serve then replaces the replica."""

@@ -84,7 +84,7 @@ class EngineWorker:
         self._adding = 0
         self._numbers = itertools.count()
         self._watchers: set[_Watcher] = set()
-        self._seen_seq = engine.cache.seq
+        self._seen_seq, self._seen_busy = engine.cache.seq, False
 
     def start(self) -> None:
         """Start the thread."""
@@ -223,6 +223,7 @@ class EngineWorker:
                 return  # dropped before it came this far
         try:
             self._engine.add(request)
+            self._seen_busy = True
         except (InvalidRequest, QueueFull) as error:
             self._send([(request.id, [_refusal(error)], True)])
 
@@ -249,11 +250,11 @@ class EngineWorker:
             _call(loop, partial(_push_all, pushes))
 
     def _notify(self) -> None:
-        """Wake the long polls if the cache has changed."""
-        seq = self._engine.cache.seq
-        if seq != self._seen_seq:
-            self._seen_seq = seq
+        """Wake the long polls if the cache has changed, or the load of an engine that has come to rest."""
+        seq, busy = self._engine.cache.seq, self._engine.has_work()
+        if seq != self._seen_seq or (self._seen_busy and not busy):
             self._wake_watchers()
+        self._seen_seq, self._seen_busy = seq, busy
 
     def _wake_watchers(self) -> None:
         with self._wake:
