@@ -30,6 +30,9 @@ DEFAULT_STEP_S = 0.01
 HORIZON_TOKENS = 32
 """Output tokens over which the slower decode steps at a busy replica are counted."""
 
+SHARED_STEP = 8
+"""Requests that a decode step is taken to be shared by at least: with fewer, one more adds little to it."""
+
 _FIELDS = ("rate", "token_s", "horizon_s", "others_tokens", "others_requests", "since", "age_s",
            "free_blocks", "block_share", "sent_blocks", "reported_at",
            "rate_known", "busy_at")  # fmt: skip
@@ -75,7 +78,7 @@ class Loads:
         for name in _FIELDS:
             getattr(self, name)[slot] = 0.0
         self._set_rate(slot, self._last_rate)
-        self.horizon_s[slot] = HORIZON_TOKENS * DEFAULT_STEP_S
+        self.horizon_s[slot] = HORIZON_TOKENS * DEFAULT_STEP_S / SHARED_STEP
         self.age_s[slot] = np.inf
         self.busy_at[slot] = -np.inf
         self.since[slot] = self.reported_at[slot] = self._clock()
@@ -121,7 +124,8 @@ class Loads:
         free = self.free_blocks.take(slots) - self.sent_blocks.take(slots)
         young = np.clip(1.0 + free * self.block_share.take(slots), 0.0, 1.0)
         ages = self.age_s.take(slots) + (now - self.reported_at.take(slots))
-        return np.where((free >= blocks) | np.isinf(ages), np.inf, ages * young)
+        ages *= np.where(np.isinf(ages), 1.0, young)
+        return np.where(free >= blocks, np.inf, ages)
 
     def _learn_speed(self, slot: int, load: Mapping[str, Any]) -> None:
         rate = load.get("prefill_tokens_per_s") or 0.0
@@ -132,7 +136,7 @@ class Loads:
             self._set_rate(self.rate_known == 0.0, rate)
         step_s = load.get("decode_step_s") or 0.0
         if step_s > 0.0:
-            self.horizon_s[slot] = HORIZON_TOKENS * step_s / max(1.0, float(load.get("running", 0)))
+            self.horizon_s[slot] = HORIZON_TOKENS * step_s / max(SHARED_STEP, load.get("running", 0))
 
     def _set_rate(self, slot: int | npt.NDArray[np.bool_], rate: float) -> None:
         self.rate[slot] = rate

@@ -59,16 +59,15 @@ class Decision:
     _names: tuple[str | None, ...] = field(repr=False)
 
     def candidates(self, most: int = 4) -> list[Candidate]:
-        """The replicas this decision was between, cheapest (else longest hit) first. Good soon after it."""
+        """The replicas this decision was between, cheapest (else longest hit) first."""
         s, cost = self._situation, self._choice.cost_s
         order = np.argsort(cost if cost is not None else -s.hit_tokens, kind="stable")
-        wait = s.loads.wait_tokens(s.now)
         found: list[Candidate] = []
         for slot in order.tolist():
             name = self._names[slot]
             if name is not None and s.allowed[slot] and len(found) < most:
                 cost_s = None if cost is None else float(cost[slot])
-                found.append(Candidate(name, int(s.hit_tokens[slot]), int(wait[slot]), cost_s))
+                found.append(Candidate(name, int(s.hit_tokens[slot]), int(s.wait_tokens[slot]), cost_s))
         return found
 
 
@@ -265,7 +264,19 @@ class Placement:
             stored, hit = hit, np.minimum(depth * size, longest)
             pending = hit - stored
         best = int((hit * allowed).max())
-        return Situation(allowed, hit, pending, best, num_tokens, size, self.loads, now)
+        return Situation(
+            allowed=allowed,
+            hit_tokens=hit,
+            pending_tokens=pending,
+            best_tokens=best,
+            wait_tokens=self.loads.wait_tokens(now),
+            requests=self.loads.requests(),
+            hashes=hashes,
+            num_tokens=num_tokens,
+            block_size=size,
+            loads=self.loads,
+            now=now,
+        )
 
     def _allowed(self, exclude: frozenset[str], now: float) -> tuple[npt.NDArray[np.bool_], int]:
         """Replicas that may take a request, bool[capacity], and how many they are."""

@@ -2,20 +2,29 @@
 
 `cache_aware` (the default) predicts for every replica, in seconds::
 
-    cost = wait / rate + BETA * miss / rate + HORIZON * step * requests
+    cost = wait / rate + BETA * miss / rate + horizon * requests
 
 wait: prompt tokens to be computed there first; miss: tokens of this prompt that are not cached there; rate:
-prefill tokens/s; step: what each request there adds to a decode step; requests: those there now. Recomputed
-tokens weigh BETA times, because a spilled prefill is work that somebody else waits for, and evicts
-blocks that somebody else needs. An *idle* replica's work delays nobody: one that had nothing to do for BETA
-times as long as it takes to compute the prompt, and would be done with it before the best replica's queue
-even lets it begin, gets the request. Waiting for one's own prefix, being computed there, does not count.
+prefill tokens/s; horizon: what each request there adds to the time of the first output tokens; requests:
+those there now. Recomputed tokens weigh BETA times, because a spilled prefill is work that somebody else
+waits for, and evicts blocks that somebody else needs.
+
+That alone would leave peers idle beside a busy holder of a prefix, so the prefix is computed anew elsewhere
+
+- when a replica was idle for BETA times as long as the whole prompt takes, and waiting for the holder takes
+  longer than that whole prompt: nobody else needs that replica;
+- when requests for this prefix have together waited for its holders BETA times as long as computing it again
+  takes (the ski-rental rule: rent until the rents have paid the price). A hot prefix is thus copied as often
+  as its load needs, and a short queue scares nobody away.
+
+Waiting for one's own prefix, being computed there just now, counts as no waiting in either case.
 
 Among replicas of nearly the same cost the one whose next eviction victim is oldest is taken, which makes
 separate LRU caches behave like one large one; what is still equal is drawn at random.
 """
 
 import random
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -27,12 +36,10 @@ from router.loads import Loads
 
 Vector = npt.NDArray[np.float64]
 
-_NO_SLOTS = np.empty(0, dtype=np.intp)
-
 BETA = 4.0
 """Seconds of waiting that one second of recomputing weighs."""
 NEAR = 0.1
-"""Costs that differ by less than this part of the time to compute the whole prompt count as equal."""
+"""Costs that differ by less than this part of the time to compute what misses count as equal."""
 
 
 @dataclass(slots=True)
@@ -47,10 +54,19 @@ class Situation:
     """Those of `hit_tokens` that requests in flight still have to compute; None: nothing in flight."""
     best_tokens: int
     """The longest hit of an allowed replica."""
+    wait_tokens: Vector
+    """Prompt tokens to be computed at each replica before this request's turn comes."""
+    requests: Vector
+    """Requests at each replica, waiting and running."""
+    hashes: npt.NDArray[np.uint64]
     num_tokens: int
     block_size: int
     loads: Loads
     now: float
+
+    def prefix_key(self, slot: int) -> int:
+        """Hash of the prefix that a replica with a hit holds."""
+        return int(self.hashes[-(-int(self.hit_tokens[slot]) // self.block_size) - 1])
 
 
 @dataclass(slots=True)
@@ -103,41 +119,44 @@ class CacheAware:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
+        self._regrets = _Regrets()
 
     def choose(self, s: Situation) -> Choice:
         """See `Policy`."""
-        loads = s.loads
-        wait = loads.wait_tokens(s.now)
+        token_s = s.loads.token_s
         miss = s.num_tokens - s.hit_tokens
-        requests = loads.requests()
-        cost = (wait + BETA * miss) * loads.token_s
-        cost += loads.horizon_s * requests
+        cost = (s.wait_tokens + BETA * miss) * token_s
+        cost += s.loads.horizon_s * s.requests
         cost = np.where(s.allowed, cost, np.inf)
         best = int(cost.argmin())
-        if wait[best] > 0.0:
-            slots = self._idle(s, best, wait, miss, requests)
-            if len(slots):
-                return Choice(self._oldest(s, slots, miss)[0], "load", cost)
-        near_s = NEAR * s.num_tokens * float(loads.token_s[best])
+        near_s = NEAR * float(miss[best] * token_s[best])
+        if s.hit_tokens[best] and s.wait_tokens[best] > 0.0:
+            relief = self._relief(s, best, miss, near_s)
+            if relief is not None:
+                return Choice(relief, "load", cost)
         slots = (cost <= cost[best] + near_s).nonzero()[0]
         slot, by_age = (best, False) if len(slots) == 1 else self._oldest(s, slots, miss)
         return Choice(slot, _reason(s, slot, len(slots) > 1, by_age), cost)
 
-    def _idle(
-        self, s: Situation, best: int, wait: Vector, miss: npt.NDArray[np.int64], requests: Vector
-    ) -> npt.NDArray[np.intp]:
-        """Idle replicas, of equal speed, that compute the prompt while `best` makes it wait; often none."""
-        idle = s.allowed & (requests == 0.0)
-        if not np.count_nonzero(idle):
-            return _NO_SLOTS
+    def _relief(
+        self, s: Situation, best: int, miss: npt.NDArray[np.int64], near_s: float
+    ) -> int | None:
+        """A replica that should compute the prefix anew although `best` has it, if there is one."""
         token_s = s.loads.token_s
         own = 0 if s.pending_tokens is None else int(s.pending_tokens[best])
-        wait_s = (float(wait[best]) - own) * float(token_s[best])
-        recompute_s = miss * token_s
-        idle &= s.now - s.loads.busy_at >= BETA * recompute_s
-        there_s = np.where(idle, recompute_s, np.inf)
-        least_s = float(there_s.min())
-        return (there_s <= least_s).nonzero()[0] if least_s < wait_s else _NO_SLOTS
+        wait_s = (float(s.wait_tokens[best]) - own) * float(token_s[best])
+        there_s = np.where(s.allowed, (s.wait_tokens + miss) * token_s, np.inf)
+        slots = (there_s <= there_s.min() + near_s).nonzero()[0]
+        slot = int(slots[0]) if len(slots) == 1 else self._oldest(s, slots, miss)[0]
+        saved_s = wait_s - float(s.wait_tokens[slot] * token_s[slot])
+        again_s = float((miss[slot] - miss[best]) * token_s[slot])
+        if saved_s <= 0.0 or again_s <= 0.0:
+            return None
+        all_s = float(miss[slot] * token_s[slot])
+        idle = s.requests[slot] == 0.0 and s.now - s.loads.busy_at[slot] >= BETA * all_s
+        if idle and wait_s > all_s:
+            return slot
+        return slot if self._regrets.add(s.prefix_key(best), saved_s, BETA * again_s) else None
 
     def _oldest(
         self, s: Situation, slots: npt.NDArray[np.intp], miss: npt.NDArray[np.int64]
@@ -147,6 +166,24 @@ class CacheAware:
         ages = s.loads.victim_ages(slots, blocks, s.now)
         oldest = slots[ages == ages.max()]
         return int(self._rng.choice(oldest.tolist())), len(oldest) < len(slots)
+
+
+class _Regrets:
+    """Seconds that requests waited for a prefix where it is, by prefix; the longest unused are forgotten."""
+
+    def __init__(self, most: int = 4096) -> None:
+        self._seconds: OrderedDict[int, float] = OrderedDict()
+        self._most = most
+
+    def add(self, key: int, seconds: float, limit: float) -> bool:
+        """Count a wait. Returns True, and begins anew, when all of them together reach `limit`."""
+        total = self._seconds.pop(key, 0.0) + seconds
+        if total >= limit:
+            return True
+        self._seconds[key] = total
+        if len(self._seconds) > self._most:
+            self._seconds.popitem(last=False)
+        return False
 
 
 @register
@@ -160,10 +197,10 @@ class LeastLoad:
 
     def choose(self, s: Situation) -> Choice:
         """See `Policy`."""
-        requests = np.where(s.allowed, s.loads.requests(), np.inf)
+        requests = np.where(s.allowed, s.requests, np.inf)
         slots = (requests == requests.min()).nonzero()[0]
         if len(slots) > 1:
-            wait = s.loads.wait_tokens(s.now).take(slots)
+            wait = s.wait_tokens.take(slots)
             slots = slots[wait == wait.min()]
         return Choice(int(self._rng.choice(slots.tolist())), "load")
 

@@ -1,0 +1,352 @@
+"""Placement: choosing and reserving in one step, limits, membership, and what is believed of replicas."""
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from kvcore.fingerprint import FilterGeometry, FingerprintUpdate, column_digest
+from router.errors import ConfigError, NoReplica, QueueFull, RouterError, UnknownPolicy
+from router.placement import Placement
+from router.policy import policy_names
+
+GEOMETRY = FilterGeometry(1 << 14)
+NONE = np.empty(0, dtype=np.uint64)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def placement_of(count=3, policy="cache_aware", seed=0, **settings):
+    clock = Clock()
+    placement = Placement(policy, block_size=16, clock=clock, rng=random.Random(seed), **settings)
+    for i in range(count):
+        placement.join(f"r{i}")
+    placement.test_clock = clock
+    return placement
+
+
+def prompt(blocks, seed=0):
+    return np.random.default_rng(seed).integers(0, 1 << 64, blocks, dtype=np.uint64)
+
+
+def snapshot(hashes, seq=1, epoch=1):
+    rows = np.unique(GEOMETRY.rows_of(hashes)).astype(np.uint32)
+    return FingerprintUpdate(epoch, 0, seq, GEOMETRY, True, rows, column_digest(rows))
+
+
+def load(**fields):
+    return {
+        "waiting": 0, "running": 0, "waiting_tokens": 0, "free": 0, "cached": 100, "held": 0,
+        "num_blocks": 100,
+        "eviction_age_s": 10.0, "prefill_tokens_per_s": 1000.0, "decode_step_s": 0.01, **fields,
+    }  # fmt: skip
+
+
+def chunk(replica, cached, epoch=1, seq=1):
+    return {"type": "start", "replica": replica, "cached_tokens": cached, "epoch": epoch, "seq": seq}
+
+
+def test_goes_where_the_prefix_is():
+    placement, hashes = placement_of(), prompt(20)
+    placement.update("r1", snapshot(hashes[:15]), load())
+    decision = placement.place(hashes, 325)
+    assert (decision.replica_id, decision.predicted_tokens, decision.reason) == ("r1", 240, "prefix")
+    assert placement.stats()["r1"] == {
+        "queued_requests": 1, "running_requests": 0, "queued_tokens": 85, "running_tokens": 0,
+        "in_flight_prompts": 1,
+    }  # fmt: skip
+    first, *others = decision.candidates()
+    assert (first.replica_id, first.hit_tokens, len(others)) == ("r1", 240, 2)
+    assert first.cost_s < others[0].cost_s
+    placement.finish(decision.reservation)
+    assert not any(any(figures.values()) for figures in placement.stats().values())
+
+
+def test_a_whole_prompt_hit_still_computes_its_last_token():
+    placement, hashes = placement_of(), prompt(4)
+    placement.update("r2", snapshot(hashes), load())
+    assert placement.place(hashes, 64).predicted_tokens == 63
+
+
+def test_the_next_request_for_a_prompt_in_flight_follows_it():
+    placement, hashes = placement_of(), prompt(20)
+    first = placement.place(hashes, 330)
+    second = placement.place(np.concatenate([hashes, prompt(5, 1)]), 400)
+    assert second.replica_id == first.replica_id
+    assert (second.predicted_tokens, second.reason) == (320, "in_flight_prefix")
+    private = placement.place(prompt(9, 3), 150, publish=False)
+    assert placement.place(prompt(9, 3), 150).predicted_tokens == 0
+    assert private.predicted_tokens == 0
+
+
+def test_excluded_replicas_get_nothing():
+    placement, hashes = placement_of(), prompt(20)
+    placement.update("r1", snapshot(hashes), load())
+    decision = placement.place(hashes, 320, exclude=frozenset({"r1", "unknown"}))
+    assert decision.replica_id in ("r0", "r2")
+    last = placement.place(hashes, 320, exclude=frozenset({"r1", "r0"}))
+    assert (last.replica_id, last.reason) == ("r2", "only_replica")
+    with pytest.raises(NoReplica, match="excluded"):
+        placement.place(hashes, 320, exclude=frozenset({"r0", "r1", "r2"}))
+    with pytest.raises(NoReplica, match="known"):
+        placement_of(0).place(hashes, 320)
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_limits_are_kept_and_a_full_fleet_says_when_to_come_back(policy):
+    placement = placement_of(2, policy, max_inflight_per_replica=3)
+    for name in ("r0", "r1"):
+        placement.update(name, None, load())
+    placed = [placement.place(NONE, 5000) for _ in range(6)]
+    assert Counter(d.replica_id for d in placed) == {"r0": 3, "r1": 3}
+    with pytest.raises(QueueFull) as full:
+        placement.place(NONE, 10)
+    assert full.value.retry_after_s == 15.0  # three times 5,000 tokens at 1,000 tokens/s
+    assert placement.counters.queue_full == 1
+    placement.finish(placed[4].reservation)
+    assert placement.place(NONE, 10).replica_id == placed[4].replica_id
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_empty_prompts_and_prompts_without_full_blocks_are_placed(policy):
+    placement = placement_of(policy=policy)
+    for tokens in (0, 1, 5):
+        decision = placement.place(NONE, tokens)
+        assert decision.predicted_tokens == 0
+        placement.finish(decision.reservation)
+    assert not any(any(figures.values()) for figures in placement.stats().values())
+
+
+def test_round_robin_rotates_strictly_over_who_is_there():
+    placement = placement_of(4, "round_robin")
+    def go(n, **kw):
+        return [placement.place(NONE, 100, **kw).replica_id for _ in range(n)]
+    assert go(5) == ["r0", "r1", "r2", "r3", "r0"]
+    placement.leave("r2")
+    assert go(4) == ["r1", "r3", "r0", "r1"]
+    assert go(1, exclude=frozenset({"r3"})) == ["r0"]
+    assert placement.place(NONE, 1).reason == "round_robin"
+
+
+def test_least_load_takes_the_fewest_requests_of_all_routers_then_tokens():
+    placement = placement_of(3, "least_load")
+    placement.update("r0", None, load(waiting=1, running=2))
+    placement.update("r1", None, load(running=1, waiting_tokens=500))
+    placement.update("r2", None, load(running=1))
+    assert [placement.place(NONE, 100).replica_id for _ in range(2)] == ["r2", "r1"]
+
+
+def test_equal_replicas_share_misses_and_hits_equally():
+    for policy in ("cache_aware", "least_load"):
+        placement, hashes = placement_of(4, policy), prompt(10)
+        for i in range(4):
+            placement.update(f"r{i}", snapshot(hashes), load())
+        for asked in (hashes, prompt(10, 1)):
+            shares = Counter()
+            for _ in range(400):
+                decision = placement.place(asked, 170)
+                placement.finish(decision.reservation)
+                shares[decision.replica_id] += 1
+            assert set(shares) == {"r0", "r1", "r2", "r3"}
+            assert min(shares.values()) > 60
+
+
+def test_misses_go_where_the_next_victim_is_oldest_and_follow_what_was_sent():
+    placement = placement_of(3)
+    for name, age in (("r0", 100.0), ("r1", 120.0), ("r2", 50.0)):
+        placement.update(name, None, load(eviction_age_s=age))
+    reasons, shares = Counter(), Counter()
+    for i in range(30):
+        decision = placement.place(prompt(5, i), 80)
+        placement.finish(decision.reservation)
+        shares[decision.replica_id] += 1
+        reasons[decision.reason] += 1
+    # Ages fall with what was sent until all three are equally young, so r1 gets most and r2 least.
+    assert shares["r1"] > shares["r0"] > shares["r2"]
+    assert reasons["age"] > 20
+
+
+def test_free_blocks_come_before_any_victim():
+    placement = placement_of(2)
+    placement.update("r0", None, load(eviction_age_s=1000.0))
+    placement.update("r1", None, load(eviction_age_s=1.0, free=50))
+    assert placement.place(prompt(20), 330).replica_id == "r1"
+
+
+def test_a_faster_replica_takes_more():
+    placement = placement_of(2)
+    placement.update("r0", None, load(prefill_tokens_per_s=3000.0, eviction_age_s=None))
+    placement.update("r1", None, load(prefill_tokens_per_s=1000.0, eviction_age_s=None))
+    shares = Counter(placement.place(prompt(5, i), 1000).replica_id for i in range(60))
+    assert shares["r0"] > 1.5 * shares["r1"]
+    assert shares["r1"] > 5
+
+
+def test_a_saturated_favourite_spills_at_once():
+    placement, hashes = placement_of(2), prompt(60)
+    placement.update("r0", snapshot(hashes), load(waiting=5, running=5, waiting_tokens=1100))
+    placement.update("r1", None, load())
+    decision = placement.place(hashes, 970)  # waiting takes 1.1 s, computing it on the idle peer 0.97 s
+    assert (decision.replica_id, decision.reason, decision.best_tokens) == ("r1", "load", 960)
+    assert (placement.counters.not_best, placement.counters.lost_tokens) == (1, 960)
+
+
+def test_a_short_queue_does_not_scare_the_favourite_away():
+    placement, hashes = placement_of(2), prompt(60)
+    placement.update("r0", snapshot(hashes), load(waiting=1, running=2, waiting_tokens=500))
+    placement.update("r1", None, load(running=1))
+    assert placement.place(hashes, 970).replica_id == "r0"
+
+
+def test_one_hot_replica_does_not_switch_affinity_off_for_the_others():
+    placement, hot, cold = placement_of(3), prompt(60), prompt(60, 1)
+    placement.update("r0", snapshot(hot), load(waiting=50, running=50, waiting_tokens=100_000))
+    placement.update("r1", snapshot(cold), load())
+    assert placement.place(cold, 970).replica_id == "r1"
+    assert placement.place(hot, 970).replica_id != "r0"
+
+
+def test_a_burst_for_a_new_prefix_lands_on_few_replicas():
+    placement, prefix = placement_of(64), prompt(250)
+    for i in range(64):
+        placement.update(f"r{i}", None, load(prefill_tokens_per_s=8000.0, decode_step_s=0.02))
+    placed = [placement.place(np.concatenate([prefix, prompt(2, 9 + i)]), 4040) for i in range(200)]
+    replicas = Counter(d.replica_id for d in placed)
+    assert 1 < len(replicas) <= 16
+    assert sum(d.predicted_tokens == 0 for d in placed) == len(replicas)
+
+
+def test_membership():
+    placement, hashes = placement_of(1), prompt(10)
+    placement.join("r0")  # again: nothing changes
+    placement.update("r0", snapshot(hashes), load())
+    assert placement.place(hashes, 170).predicted_tokens == 160
+    placement.leave("r0")
+    placement.leave("r0")
+    assert (placement.stats(), placement.replica_ids) == ({}, [])
+    assert placement.update("r0", snapshot(hashes), load()) is False
+    assert not placement.needs_resync("r0")
+    placement.join("r0")
+    decision = placement.place(hashes, 170)
+    assert decision.predicted_tokens == 0
+
+
+def test_requests_at_a_lost_replica_end_without_a_trace():
+    placement = placement_of(2)
+    decisions = [placement.place(NONE, 100) for _ in range(8)]
+    placement.leave("r0")
+    placement.join("other")  # takes the slot of r0
+    for decision in decisions:
+        placement.on_start(decision, chunk(decision.replica_id, 0))
+        placement.finish(decision.reservation)
+    assert not any(any(figures.values()) for figures in placement.stats().values())
+
+
+def test_churn_leaves_nothing():
+    placement = placement_of(1)
+    for i in range(1000):
+        placement.join(f"x{i}")
+        decision = placement.place(prompt(3, i), 50)
+        if i >= 5:
+            placement.leave(f"x{i - 5}")
+        placement.on_start(decision, chunk(decision.replica_id, 0))
+        placement.finish(decision.reservation)
+    assert placement.fingerprints.capacity == len(placement.loads.rate) == 64
+    assert len(placement.stats()) == 6
+    assert not any(any(figures.values()) for figures in placement.stats().values())
+
+
+def test_grows_over_many_words_and_back():
+    placement, hashes = placement_of(300), prompt(10)
+    placement.update("r299", snapshot(hashes), load())
+    assert placement.place(hashes, 170).replica_id == "r299"
+    for i in range(299):
+        placement.leave(f"r{i}")
+    assert placement.place(hashes, 170).replica_id == "r299"
+    placement.leave("r299")
+    placement.join("new")
+    assert placement.place(hashes, 170).replica_id == "new"
+
+
+def test_a_start_elsewhere_moves_the_figures():
+    placement = placement_of(2)
+    decision = placement.place(prompt(5), 90)
+    other = {"r0": "r1", "r1": "r0"}[decision.replica_id]
+    placement.on_start(decision.reservation, chunk(other, 0))
+    assert placement.stats()[decision.replica_id]["running_requests"] == 0
+    assert placement.stats()[other]["running_requests"] == 1
+
+
+def test_the_overlay_gives_way_to_the_fingerprint():
+    placement, hashes = placement_of(1), prompt(10)
+    placement.update("r0", snapshot(NONE, seq=3), load())
+    decision = placement.place(hashes, 170)
+    placement.on_start(decision, chunk("r0", 0, seq=5))
+    assert placement.place(hashes, 170).predicted_tokens == 160
+    placement.update("r0", snapshot(hashes[:4], seq=5))  # stored, and part of it evicted again
+    assert placement.stats()["r0"]["in_flight_prompts"] == 1  # the second request's
+    late = placement.place(prompt(4, 7), 80)
+    placement.on_start(late, chunk("r0", 0, seq=5))
+    assert placement.stats()["r0"]["in_flight_prompts"] == 1
+
+
+def test_a_replica_that_answers_from_another_epoch_is_cold_at_once():
+    placement, hashes = placement_of(1), prompt(10)
+    placement.update("r0", snapshot(hashes), load())
+    assert not placement.needs_resync("r0")
+    decision = placement.place(hashes, 170)
+    placement.on_start(decision, chunk("r0", 0, epoch=2))
+    placement.finish(decision.reservation)
+    assert placement.needs_resync("r0")
+    assert placement.place(hashes, 170).predicted_tokens == 0
+
+
+def test_broken_promises_make_a_replica_suspect_until_a_snapshot():
+    placement, hashes = placement_of(1), prompt(10)
+    placement.update("r0", snapshot(hashes), load())
+
+    def ask(cached):
+        decision = placement.place(hashes, 170)
+        placement.on_start(decision, chunk("r0", cached))
+        placement.finish(decision.reservation)
+        return placement.needs_resync("r0")
+
+    assert [ask(cached) for cached in (160, 0, 0, 160, 0, 0)] == [False] * 6
+    assert ask(0) is True
+    assert placement.counters.suspected == 1
+    assert placement.update("r0", snapshot(hashes, seq=2), load())
+    assert not placement.needs_resync("r0")
+    assert [ask(150) for _ in range(20)] == [False] * 20  # less than a block short
+
+
+def test_refused_updates_ask_for_a_snapshot():
+    placement, hashes = placement_of(1), prompt(10)
+    assert placement.needs_resync("r0")
+    update = snapshot(hashes)
+    assert placement.update("r0", None, load()) is True
+    bad = FingerprintUpdate(1, 0, 1, GEOMETRY, True, update.set_rows, update.digest ^ 1)
+    assert placement.update("r0", bad, load()) is False
+    assert placement.counters.refused_updates == 1
+    assert placement.needs_resync("r0")
+    assert placement.update("r0", update, load()) is True
+    assert placement.knowledge()["r0"].mismatches == 1
+
+
+def test_wrong_settings_are_named():
+    with pytest.raises(UnknownPolicy, match="cache_aware, least_load, round_robin") as error:
+        Placement("hottest")
+    assert isinstance(error.value, RouterError)
+    with pytest.raises(ConfigError, match="max_inflight"):
+        Placement(max_inflight_per_replica=0)
+    placement = Placement()
+    placement.join("r0")
+    with pytest.raises(ConfigError, match="block size"):
+        placement.place(prompt(2), 40)
+    placement.block_size = 16
+    assert placement.place(prompt(2), 40).replica_id == "r0"
