@@ -258,7 +258,8 @@ class Placement:
             size = 1
         longest = max(0, num_tokens - 1)  # the last token is always computed
         depth = self.fingerprints.match(hashes)
-        hit = np.minimum(depth * size, longest)
+        hit = depth * size
+        np.minimum(hit, longest, out=hit)
         pending = None
         if len(self.ledger.in_flight) and self.ledger.in_flight.deepen(hashes, depth):
             stored, hit = hit, np.minimum(depth * size, longest)

@@ -131,39 +131,38 @@ class CacheAware:
         best = int(cost.argmin())
         near_s = NEAR * float(miss[best] * token_s[best])
         if s.hit_tokens[best] and s.wait_tokens[best] > 0.0:
-            relief = self._relief(s, best, miss, near_s)
-            if relief is not None:
-                return Choice(relief, "load", cost)
+            there_s = np.where(s.allowed, (s.wait_tokens + miss) * token_s, np.inf)
+            relief = int(there_s.argmin())
+            if self._has_waited_enough(s, best, relief, miss):
+                slots = (there_s <= there_s[relief] + near_s).nonzero()[0]
+                return Choice(self._oldest(s, slots, miss)[0], "load", cost)
         slots = (cost <= cost[best] + near_s).nonzero()[0]
-        slot, by_age = (best, False) if len(slots) == 1 else self._oldest(s, slots, miss)
+        slot, by_age = self._oldest(s, slots, miss)
         return Choice(slot, _reason(s, slot, len(slots) > 1, by_age), cost)
 
-    def _relief(
-        self, s: Situation, best: int, miss: npt.NDArray[np.int64], near_s: float
-    ) -> int | None:
-        """A replica that should compute the prefix anew although `best` has it, if there is one."""
+    def _has_waited_enough(
+        self, s: Situation, best: int, relief: int, miss: npt.NDArray[np.int64]
+    ) -> bool:
+        """Whether `relief` should compute the prefix anew although `best` has it."""
         token_s = s.loads.token_s
         own = 0 if s.pending_tokens is None else int(s.pending_tokens[best])
         wait_s = (float(s.wait_tokens[best]) - own) * float(token_s[best])
-        there_s = np.where(s.allowed, (s.wait_tokens + miss) * token_s, np.inf)
-        slots = (there_s <= there_s.min() + near_s).nonzero()[0]
-        slot = int(slots[0]) if len(slots) == 1 else self._oldest(s, slots, miss)[0]
-        saved_s = wait_s - float(s.wait_tokens[slot] * token_s[slot])
-        again_s = float((miss[slot] - miss[best]) * token_s[slot])
+        saved_s = wait_s - float(s.wait_tokens[relief]) * float(token_s[relief])
+        all_s = int(miss[relief]) * float(token_s[relief])
+        again_s = all_s - int(miss[best]) * float(token_s[relief])
         if saved_s <= 0.0 or again_s <= 0.0:
-            return None
-        all_s = float(miss[slot] * token_s[slot])
-        idle = s.requests[slot] == 0.0 and s.now - s.loads.busy_at[slot] >= BETA * all_s
-        if idle and wait_s > all_s:
-            return slot
-        return slot if self._regrets.add(s.prefix_key(best), saved_s, BETA * again_s) else None
+            return False
+        if wait_s > all_s and s.requests[relief] == 0.0 and s.now - s.loads.busy_at[relief] >= BETA * all_s:
+            return True
+        return self._regrets.add(s.prefix_key(best), saved_s, BETA * again_s)
 
     def _oldest(
         self, s: Situation, slots: npt.NDArray[np.intp], miss: npt.NDArray[np.int64]
     ) -> tuple[int, bool]:
         """Of some slots the one with the oldest eviction victim, and whether that alone decided."""
-        blocks = np.ceil(miss.take(slots) / s.block_size)
-        ages = s.loads.victim_ages(slots, blocks, s.now)
+        if len(slots) == 1:
+            return int(slots[0]), False
+        ages = s.loads.victim_ages(slots, miss.take(slots) / s.block_size, s.now)
         oldest = slots[ages == ages.max()]
         return int(self._rng.choice(oldest.tolist())), len(oldest) < len(slots)
 
