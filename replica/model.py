@@ -6,6 +6,7 @@ returns logits for the rows asked for. The arithmetic is in `kernels`; here is o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -89,14 +90,7 @@ class Model:
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Make room for num_blocks blocks of block_size tokens; replaces what was there."""
         shape = (num_blocks, block_size, self.config.num_kv_heads, self.config.head_dim)
-        # Zeroed memory is not touched until it is written, so a large cache costs nothing before it fills.
-        layers = tuple(
-            (
-                torch.zeros(shape, dtype=self.dtype, device=self.device),
-                torch.zeros(shape, dtype=self.dtype, device=self.device),
-            )
-            for _ in range(self.config.num_layers)
-        )
+        layers = tuple((self._zeros(shape), self._zeros(shape)) for _ in range(self.config.num_layers))
         self.kv_cache = KVCache(layers, num_blocks, block_size)
 
     def copy_blocks(self, copies: Iterable[tuple[int, int, int]]) -> None:
@@ -169,6 +163,14 @@ class Model:
     def _mlp(self, layer: _Layer, x: Tensor) -> Tensor:
         hidden = self.kernels.rms_norm(x, layer.mlp_norm, self.config.rms_eps)
         return layer.down(self.kernels.silu_mul(layer.gate_up(hidden)))
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        # numpy asks the system for zeroed pages, which take no memory before they are written;
+        # torch.zeros writes them all.
+        nbytes = math.prod(shape) * self.dtype.itemsize
+        return torch.from_numpy(np.zeros(nbytes, dtype=np.uint8)).view(self.dtype).view(shape)
 
     def _ints(self, values: IntArray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(self.device)
