@@ -85,7 +85,7 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
 @dataclass(frozen=True)
 class _Seq:
-    """Where one sequence's visible keys lie: slots [start, start + length) of the cache, or of gathered blocks."""
+    """Where a sequence's visible keys lie: slots [start, start + length), of the cache or of gathered blocks."""
 
     new: int
     start: int
@@ -94,7 +94,7 @@ class _Seq:
     mask: Tensor | None
 
     def read(self, cache: Tensor) -> Tensor:
-        """[1, Hkv, length, D]: one stride trick instead of four views, as this runs for each sequence and layer."""
+        """[1, Hkv, length, D] by one stride trick instead of four views: it runs per sequence and layer."""
         if self.blocks is not None:
             cache = cache.index_select(0, self.blocks)
         heads, dim = cache.shape[2:]
