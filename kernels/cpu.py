@@ -85,7 +85,7 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
 @dataclass(frozen=True)
 class _Seq:
-    """Where a sequence's visible keys lie: slots [start, start + length), of the cache or of gathered blocks."""
+    """Where a sequence's visible keys lie: slots [start, start + length) of the cache or of its blocks."""
 
     new: int
     start: int
@@ -130,7 +130,7 @@ def paged_prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: list[_Seq],
         keys = seq.read(k_cache).transpose(0, 1).expand(shape)
         values = seq.read(v_cache).transpose(0, 1).expand(shape)
         done = F.scaled_dot_product_attention(
-            mine, keys, values, attn_mask=seq.mask, is_causal=seq.mask is None, scale=scale
+            mine, keys, values, attn_mask=seq.mask, is_causal=seq.mask is None and seq.new > 1, scale=scale
         )
         out[row : row + seq.new].view(seq.new, kv_heads, group, dim).copy_(done.permute(2, 0, 1, 3))
         row += seq.new

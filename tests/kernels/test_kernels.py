@@ -1,0 +1,189 @@
+"""The fast CPU path against the float64 reference: odd shapes, poisoned memory, indifferent neighbours."""
+
+import pytest
+import torch
+
+from kernels import cpu, ops, reference
+
+SHAPES = [  # query heads, KV heads, head dim, block size
+    (3, 1, 10, 4),
+    (9, 3, 64, 16),
+    (4, 4, 16, 7),
+]
+SEQUENCES = [  # (new tokens, context)
+    [(1, 1)],
+    [(1, 5), (1, 33), (1, 16)],
+    [(1, 40), (5, 5), (7, 30), (1, 1), (32, 32)],
+]
+WINDOWS = [None, 1, 9, 100]
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def close(actual, expected, tolerance=2e-6):
+    assert actual.dtype == torch.float32
+    assert actual.shape == expected.shape
+    error = (actual.double() - expected).abs().max() / expected.abs().max()
+    assert error < tolerance, f"relative error {error}"
+
+
+def paged(sequences, kv_heads, dim, block_size, scattered):
+    """Caches whose unused slots are NaN, and the sequences' tables into them."""
+    per_seq = [-(-context // block_size) for _, context in sequences]
+    num_blocks = sum(per_seq) + 3
+    k_cache = torch.full((num_blocks, block_size, kv_heads, dim), float("nan"), dtype=torch.float64)
+    v_cache = k_cache.clone()
+    order = torch.arange(num_blocks)
+    if scattered:
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5))
+    tables = torch.full((len(sequences), max(per_seq) + 1), 10**6)
+    for row, ((_, context), count) in enumerate(zip(sequences, per_seq, strict=True)):
+        start = 1 + sum(per_seq[:row])
+        tables[row, :count] = order[start : start + count]
+        slots = torch.arange(context)
+        slots = tables[row, slots // block_size] * block_size + slots % block_size
+        k, v = normal(2, context, kv_heads, dim, seed=row)
+        reference.kv_write(k, v, k_cache, v_cache, slots)
+    seqs = ops.PagedSeqs(tuple(n for n, _ in sequences), tuple(c for _, c in sequences), tables, block_size)
+    return k_cache, v_cache, seqs
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("sequences", SEQUENCES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_matches_float64_reference(shape, sequences, window, scattered):
+    heads, kv_heads, dim, block_size = shape
+    k_cache, v_cache, seqs = paged(sequences, kv_heads, dim, block_size, scattered)
+    q = normal(sum(n for n, _ in sequences), heads, dim, seed=9)
+    expected = reference.paged_prefill(q, k_cache, v_cache, reference.plan(seqs, window), 0.3)
+    assert not expected.isnan().any()
+    caches = (k_cache.float(), v_cache.float())
+    actual = cpu.paged_prefill(q.float(), *caches, cpu.plan(seqs, window), 0.3)
+    close(actual, expected)
+    if all(n == 1 for n, _ in sequences):
+        close(cpu.paged_decode(q.float(), *caches, cpu.plan(seqs, window), 0.3), expected)
+
+
+def test_attention_reads_strided_queries():
+    """The model hands in a slice of the fused projection, whose rows are not adjacent."""
+    k_cache, v_cache, seqs = paged([(1, 20), (1, 3)], 2, 8, 4, True)
+    fused = normal(2, 9, 8)
+    expected = reference.paged_decode(fused[:, :4], k_cache, v_cache, reference.plan(seqs, None), 1.0)
+    actual = cpu.paged_decode(
+        fused.float()[:, :4], k_cache.float(), v_cache.float(), cpu.plan(seqs, None), 1.0
+    )
+    close(actual, expected)
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_decode_does_not_depend_on_neighbours(scattered):
+    sequences = [(1, 5), (1, 300), (1, 64), (1, 1)]
+    k_cache, v_cache, seqs = (x for x in paged(sequences, 3, 64, 16, scattered))
+    caches, q = (k_cache.float(), v_cache.float()), normal(4, 9, 64).float()
+    together = cpu.paged_decode(q, *caches, cpu.plan(seqs, None), 0.125)
+    for i, (_, context) in enumerate(sequences):
+        one = ops.PagedSeqs((1,), (context,), seqs.block_tables[i : i + 1], 16)
+        alone = cpu.paged_decode(q[i : i + 1], *caches, cpu.plan(one, None), 0.125)
+        assert torch.equal(together[i], alone[0])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("out_features, in_features", [(1, 1), (7, 13), (192, 576), (259, 64)])
+def test_linear_matches_float64_reference(out_features, in_features, bias):
+    weight = normal(out_features, in_features)
+    offset = normal(out_features, seed=1) if bias else None
+    run = cpu.pack_linear(weight.float(), None if offset is None else offset.float())
+    for rows in (1, 2, 7, 64):
+        x = normal(rows, in_features, seed=2)
+        close(run(x.float()), reference.pack_linear(weight, offset)(x))
+
+
+def test_linear_without_mkl():
+    weight, bias, x = normal(65, 33), normal(65, seed=1), normal(5, 33, seed=2)
+    run = cpu._onednn_linear(weight.float(), bias.float())
+    close(run(x.float()), reference.pack_linear(weight, bias)(x))
+
+
+def test_a_wrong_packed_product_is_noticed():
+    weight = normal(8, 16).float()
+    assert cpu._agrees(lambda x: x @ weight.T, weight, None)
+    assert not cpu._agrees(lambda x: x @ weight.T + 0.1, weight, None)
+    assert not cpu._agrees(lambda x: (x @ weight.T) * (1 if len(x) == 1 else float("nan")), weight, None)
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="only MKL's packed product promises it")
+@pytest.mark.parametrize("out_features, in_features", [(960, 576), (576, 1536)])
+def test_a_row_of_a_product_does_not_depend_on_the_other_rows(out_features, in_features):
+    run = cpu.pack_linear(normal(out_features, in_features).float(), None)
+    x = normal(100, in_features, seed=1).float()
+    whole = run(x)
+    for first, end in [(0, 1), (3, 5), (7, 15), (20, 83)]:
+        assert torch.equal(run(x[first:end]), whole[first:end])
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (3, 576), (2, 3, 10)])
+def test_rms_norm(shape):
+    x, weight = normal(*shape), normal(shape[-1], seed=1)
+    expected = reference.rms_norm(x, weight, 1e-5)
+    by_hand = x / (x.pow(2).sum(-1, keepdim=True) / shape[-1] + 1e-5).sqrt() * weight
+    assert torch.allclose(expected, by_hand, rtol=1e-12)
+    close(cpu.rms_norm(x.float(), weight.float(), 1e-5), expected)
+
+
+def test_silu_mul():
+    x = normal(5, 2 * 7)
+    expected = reference.silu_mul(x)
+    assert torch.allclose(expected, torch.nn.functional.silu(x[:, :7]) * x[:, 7:], rtol=1e-12)
+    close(cpu.silu_mul(x.float()), expected)
+
+
+def test_rope_turns_pairs_by_the_angle_and_reads_slices():
+    x, angle = normal(4, 5, 6), torch.tensor([[0.1, 1.0, 3.0]]) * torch.arange(4)[:, None]
+    expected = reference.rope(x[:, :3], angle.cos(), angle.sin())
+    pairs = (
+        torch.complex(x[:, :3, :3], x[:, :3, 3:])
+        * torch.polar(torch.ones(1).double(), angle.double())[:, None]
+    )
+    assert torch.allclose(expected, torch.cat((pairs.real, pairs.imag), -1), atol=1e-6)
+    mine = x.float()
+    rest = mine[:, 3:].clone()
+    close(cpu.rope(mine[:, :3], angle.cos(), angle.sin()), expected)
+    assert torch.equal(mine[:, 3:], rest)
+
+
+@pytest.mark.parametrize("kernels", [reference, cpu])
+def test_kv_write_touches_only_its_slots(kernels):
+    k_cache = torch.full((3, 4, 2, 5), float("nan"))
+    v_cache = k_cache.clone()
+    fused = normal(2, 6, 5).float()
+    kernels.kv_write(fused[:, 2:4], fused[:, 4:], k_cache, v_cache, torch.tensor([11, 2]))
+    flat_k, flat_v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    assert torch.equal(flat_k[[11, 2]], fused[:, 2:4]) and torch.equal(flat_v[[11, 2]], fused[:, 4:])
+    assert flat_k.isnan().all((1, 2)).sum() == 10 and flat_v.isnan().all((1, 2)).sum() == 10
+
+
+@pytest.mark.parametrize("kernels", [reference, cpu])
+def test_block_copy_copies_the_head_of_a_block_in_all_layers(kernels):
+    caches = [(normal(3, 4, 1, 2, seed=i), normal(3, 4, 1, 2, seed=i + 9)) for i in range(2)]
+    before = [(k.clone(), v.clone()) for k, v in caches]
+    kernels.block_copy(caches, 0, 2, 3)
+    for pair, old_pair in zip(caches, before, strict=True):
+        for cache, old in zip(pair, old_pair, strict=True):
+            assert torch.equal(cache[2, :3], old[0, :3])
+            assert torch.equal(cache[2, 3], old[2, 3])
+            assert torch.equal(cache[:2], old[:2])
+
+
+def test_selection(monkeypatch):
+    here = torch.device("cpu")
+    monkeypatch.delenv("WARMROUTE_KERNELS", raising=False)
+    assert ops.select(here, torch.float32) is cpu
+    assert ops.select(here, torch.float64) is reference
+    monkeypatch.setenv("WARMROUTE_KERNELS", "reference")
+    assert ops.select(here, torch.float32) is reference
+    monkeypatch.setenv("WARMROUTE_KERNELS", "fastest")
+    with pytest.raises(ValueError, match="known are reference, cpu"):
+        ops.select(here, torch.float32)
