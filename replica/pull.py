@@ -164,7 +164,7 @@ def _download_rest(client: httpx.Client, url: str, part: Path, progress: Progres
         done = have if resumed else 0
         total = done + int(answer.headers.get("content-length", 0))
         with part.open("ab" if resumed else "wb") as file:
-            for chunk in answer.iter_raw(_CHUNK):
+            for chunk in answer.iter_raw():  # as it arrives: a broken connection loses nothing
                 file.write(chunk)
                 done += len(chunk)
                 progress(done, total)

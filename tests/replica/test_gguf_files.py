@@ -97,7 +97,7 @@ def test_a_file_without_output_ties_the_embedding(tmp_path):
 
 
 def raw_blocks(kind, rows=6, columns=512):
-    """Bytes of a quantized tensor: quantized from numbers where gguf can, random with sane scales elsewhere."""
+    """Bytes of a quantized tensor: quantized where gguf can, else random with sane scales."""
     rng = np.random.default_rng(int(kind))
     values = rng.normal(size=(rows, columns)).astype(np.float32)
     if kind == Kind.F32:

@@ -106,7 +106,7 @@ def edit(folder, **changes):
 
 
 def test_older_rope_keys(folder, saved):
-    before, config = load_model(str(saved))
+    config = load_model(str(saved))[1]
     edit(folder, rope_parameters=None, rope_theta=5000.0, rope_scaling={"type": "linear", "factor": 1.0})
     assert load_model(str(folder))[1].rope.theta == config.rope.theta == 5000.0
     edit(folder, rope_scaling={**LLAMA3, "original_max_position_embeddings": 64})
@@ -150,7 +150,7 @@ def test_damaged_folders(folder):
     with pytest.raises(CorruptModel, match="no lm_head"):
         load_model(str(folder))
     weights.unlink()
-    with pytest.raises(ModelNotFound, match="neither model.safetensors"):
+    with pytest.raises(ModelNotFound, match="neither model"):
         load_model(str(folder))
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
