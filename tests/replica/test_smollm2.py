@@ -1,5 +1,7 @@
 """The real model against `transformers` on the same dequantized weights."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -94,7 +96,7 @@ def prompts(tokenizer):
 
 def tables(lengths):
     starts = np.cumsum([0, *(-(-n // BLOCK) for n in lengths)])
-    return [np.arange(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+    return [np.arange(a, b) for a, b in pairwise(starts)]
 
 
 def every_logit(model, ids, table):
