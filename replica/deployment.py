@@ -8,6 +8,7 @@ in a thread of its own, so health checks, aborts and polls are answered while a 
 import asyncio
 import dataclasses
 import logging
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -49,10 +50,25 @@ def load_codec(model: str) -> Tokenizer:
     return load_tokenizer(model)
 
 
+def log_to_stderr() -> None:
+    """Let this process's warnings reach Ray's log of the worker.
+
+    Serve replaces `sys.stderr` in its actors by a logger of its own, which in throughput mode is silent.
+    """
+    handler = logging.StreamHandler(sys.__stderr__)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(name)s -- %(message)s"))
+    for name in ("kernels", "kvcore", "replica", "router"):
+        package = logging.getLogger(name)
+        package.setLevel(logging.INFO)
+        package.propagate = False
+        package.handlers = [handler]
+
+
 class Replica:
     """One model replica. Serve constructs it; `engine` are the options of `engine_config`."""
 
     async def __init__(self, model: str, engine: dict[str, Any], secret: bytes) -> None:
+        log_to_stderr()
         self.id: str = serve.get_replica_context().replica_id.unique_id
         config = engine_config(model, engine, hash_secret=secret, replica_id=self.id)
         self._worker: EngineWorker = await asyncio.to_thread(build_worker, config)

@@ -14,7 +14,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from kvcore.hashing import PrefixHasher
-from replica.deployment import Replica, engine_config, load_codec
+from replica.deployment import Replica, engine_config, load_codec, log_to_stderr
 from router.api.config import ApiConfig
 from router.api.server import build_api
 from router.config import LOOPBACK, AppConfig
@@ -36,6 +36,7 @@ class Router:
     """One HTTP router. Serve constructs it and serves the application it builds."""
 
     async def __init__(self, config: AppConfig, secret: bytes, replica: DeploymentHandle) -> None:
+        log_to_stderr()
         _refuse_open_endpoint(config)
         self._config = config
         self._model: ModelInfo | None = None

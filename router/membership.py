@@ -5,6 +5,7 @@ This module is imported by reference from both sides: the request router publish
 """
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Callable
 
@@ -17,7 +18,7 @@ class Membership:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ids: frozenset[str] = frozenset()
-        self._watchers: list[tuple[asyncio.AbstractEventLoop, Watcher]] = []
+        self._watchers: list[tuple[asyncio.AbstractEventLoop, contextvars.Context, Watcher]] = []
 
     @property
     def ids(self) -> frozenset[str]:
@@ -31,16 +32,18 @@ class Membership:
                 return
             self._ids = ids
             watchers = list(self._watchers)
-        for loop, callback in watchers:
+        for loop, context, callback in watchers:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(callback, ids)
+                # In the watcher's own context: what it starts must not become a child of the request that
+                # happened to find a replica dead, which Serve would cancel together with that request.
+                loop.call_soon_threadsafe(callback, ids, context=context)
 
     def watch(self, callback: Watcher) -> Callable[[], None]:
         """Call `callback(ids)` on the running loop for the present set and each later one.
 
         Returns a function that ends the watch.
         """
-        entry = (asyncio.get_running_loop(), callback)
+        entry = (asyncio.get_running_loop(), contextvars.copy_context(), callback)
         with self._lock:
             self._watchers.append(entry)
             ids = self._ids

@@ -116,6 +116,7 @@ class Placement:
         self._clock = clock
         self._limit = max_inflight_per_replica
         self._suspicion: dict[str, Suspicion] = {}
+        self._reports: dict[str, Mapping[str, Any]] = {}
         self._names: tuple[str | None, ...] = ()  # by slot; replaced, never changed, so decisions may keep it
         self._live = np.zeros(0, dtype=np.bool_)
 
@@ -143,6 +144,7 @@ class Placement:
         """A replica is gone: no bit, no figure of it stays. Requests there may still `finish`. Idempotent."""
         if self._suspicion.pop(replica_id, None) is None:
             return
+        self._reports.pop(replica_id, None)
         self._name(self.fingerprints.slot(replica_id), None)
         self.ledger.drop_replica(replica_id)
         self.fingerprints.leave(replica_id)
@@ -160,6 +162,7 @@ class Placement:
             return False
         if load is not None:
             self.loads.report(replica_id, self.fingerprints.slot(replica_id), load)
+            self._reports[replica_id] = load
         if update is None:
             return True
         if not self.fingerprints.apply(replica_id, update):
@@ -243,6 +246,10 @@ class Placement:
     def stats(self) -> dict[str, dict[str, int]]:
         """This router's figures by replica (`LedgerStats`); all exactly 0 when it is idle."""
         return {replica_id: asdict(self.ledger.stats(replica_id)) for replica_id in self._suspicion}
+
+    def reports(self) -> dict[str, Mapping[str, Any]]:
+        """Each replica's last `LoadReport`: what it said of itself, all routers' requests included."""
+        return dict(self._reports)
 
     def knowledge(self) -> dict[str, ColumnStats]:
         """How well each replica's cache is known: staleness and repairs."""

@@ -16,7 +16,8 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError, RayTaskError
+import grpc
+from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -25,6 +26,9 @@ from router import membership
 from router.errors import ReplicaLost, UpstreamError
 
 logger = logging.getLogger(__name__)
+
+_FAILURES = (RayError, RayServeException, grpc.RpcError)
+"""What a call through a handle may raise; which of them depends on Serve's transport."""
 
 
 def deployment_key(app_name: str, deployment_name: str) -> str:
@@ -82,7 +86,7 @@ class ServeTransport:
         try:
             async for chunk in response:
                 yield chunk
-        except (RayError, RayServeException) as error:
+        except _FAILURES as error:
             raise _upstream(replica_id, error) from error
         finally:
             response.cancel()
@@ -96,7 +100,7 @@ class ServeTransport:
         response = self._poll.remote({**request, "target": replica_id})
         try:
             answer = await asyncio.wait_for(_result(response), timeout_s)
-        except (RayError, RayServeException, asyncio.TimeoutError) as error:
+        except (*_FAILURES, asyncio.TimeoutError) as error:
             response.cancel()
             raise _upstream(replica_id, error) from error
         if answer["replica"] != replica_id:
@@ -113,12 +117,20 @@ class ServeTransport:
         response = self._poll.remote(request)
         try:
             await asyncio.wait_for(_result(response), timeout_s)
-        except (RayError, RayServeException, asyncio.TimeoutError) as error:
+        except (*_FAILURES, asyncio.TimeoutError) as error:
             response.cancel()
             raise ReplicaLost("any", describe(error)) from error
 
 
 def _upstream(replica_id: str, error: BaseException) -> UpstreamError:
+    """What the rest of the router knows of a failed call.
+
+    Raises:
+        asyncio.CancelledError: Serve cancelled the call, because the client of the request behind it left.
+            Taken for a lost replica, it would be sent to the next one.
+    """
+    if isinstance(error, TaskCancelledError):
+        raise asyncio.CancelledError from None
     if isinstance(error, RayTaskError) and not isinstance(error, RayActorError):
         return UpstreamError(describe(error), "internal", replica_id)
     return ReplicaLost(replica_id, describe(error))

@@ -123,6 +123,7 @@ class _Fleet:
     def collect(self) -> Iterator[Metric]:
         """Load and knowledge by replica, and what placement counted."""
         yield from self._load()
+        yield from self._reported()
         yield from self._knowledge()
         yield from self._counters()
 
@@ -140,6 +141,22 @@ class _Fleet:
             yield _gauge(f"warmroute_replica_{name}", text, values)
         inflight = {r: row["queued_requests"] + row["running_requests"] for r, row in stats.items()}
         yield _gauge("warmroute_replica_inflight", "Requests at a replica, sent by this router.", inflight)
+
+    def _reported(self) -> Iterator[Metric]:
+        reports = self._placement.reports()
+        figures = {
+            "free_blocks": ("free", "KV blocks that hold nothing."),
+            "cached_blocks": ("cached", "KV blocks that hold a prefix nobody is using."),
+            "held_blocks": ("held", "KV blocks that running requests use."),
+            "prefill_tokens_per_second": (
+                "prefill_tokens_per_s",
+                "Prefill rate, as the replica measures it.",
+            ),
+            "decode_step_seconds": ("decode_step_s", "Time of a decode step, as the replica measures it."),
+        }
+        for name, (key, text) in figures.items():
+            values = {replica: float(report[key]) for replica, report in reports.items() if key in report}
+            yield _gauge(f"warmroute_replica_{name}", text, values)
 
     def _knowledge(self) -> Iterator[Metric]:
         known = self._placement.knowledge()

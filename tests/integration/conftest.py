@@ -49,7 +49,7 @@ class Endpoint:
     wait_for = staticmethod(lambda condition, timeout_s, what: wait_for(condition, timeout_s, what))
 
     def replicas(self) -> set[str]:
-        return set(self.metrics().get("warmroute_replica_inflight_requests", {}))
+        return set(self.metrics().get("warmroute_replica_inflight", {}))
 
 
 def wait_for(condition: Callable[[], object], timeout_s: float, what: str) -> float:

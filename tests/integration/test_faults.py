@@ -93,7 +93,7 @@ def test_sigkill_is_unseen_before_the_first_token_and_clean_after_it(endpoint) -
     endpoint.wait_for(lambda: len(endpoint.replicas()) == 2, 90, "Serve replaced the replica")
     assert victim not in endpoint.replicas()
     gauges = endpoint.metrics()
-    for name in ("warmroute_replica_inflight_requests", "warmroute_replica_queued_tokens"):
+    for name in ("warmroute_replica_inflight", "warmroute_replica_queued_tokens"):
         assert set(gauges[name].values()) == {0.0}
 
 
