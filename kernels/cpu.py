@@ -2,12 +2,11 @@
 
 What it does differently from `reference`, measured on SmolLM2-135M with one thread of an AVX-512 Xeon:
 
-- Linear layers use MKL's packed GEMM where torch has it: as fast as a GEMV at 1 row, 1.7 to 2.3 times as
-fast as
-  `F.linear` at 8 rows, 1.1 times at 512. One row's result does not depend on the other rows, bit for bit
-  (plain `F.linear` changes its order of summation with the number of rows), so neighbours in a batch change
-  nothing.
-- Attention reads a sequence whose blocks lie in a row as a view; only scattered blocks are gathered.
+- Linear layers use MKL's packed GEMM where torch has it: as fast as a GEMV at 1 row, 1.7 to 2.3 times as fast
+  as `F.linear` at 8 rows, 1.1 times at 512. One row's result does not depend on the other rows, bit for bit
+  (plain `F.linear` sums in an order that depends on the number of rows): neighbours in a batch are harmless.
+- Attention reads runs of adjacent blocks in place and joins the partial results by their log-sum-exp; only
+  badly scattered blocks are gathered first. 1,500 tokens in 2 runs: 0.18 ms a layer instead of 0.33.
 - Grouped query heads are folded into the query length (decode) or a broadcast dimension (prefill): keys and
   values are never repeated in memory.
 """
@@ -16,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 _PACK_ROWS = 512
 # Row counts a packed matrix is tried with before it is trusted.
 _PROBE_ROWS = (1, 5, 33)
+
+# One more piece of attention costs about 20 us, gathering about 0.1 us a token.
+_TOKENS_PER_EXTRA_PIECE = 200
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> Linear:
@@ -84,76 +87,120 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
 
 @dataclass(frozen=True)
-class _Seq:
-    """Where a sequence's visible keys lie: slots [start, start + length) of the cache or of its blocks."""
+class _Piece:
+    """Adjacent slots [start, start + length) that a query attends to, all of them or causally."""
 
-    new: int
     start: int
     length: int
-    blocks: Tensor | None
-    mask: Tensor | None
+    causal: bool = False
 
-    def read(self, cache: Tensor) -> Tensor:
-        """[1, Hkv, length, D] by one stride trick instead of four views: it runs per sequence and layer."""
-        if self.blocks is not None:
-            cache = cache.index_select(0, self.blocks)
-        heads, dim = cache.shape[2:]
-        size, stride = (1, heads, self.length, dim), (0, dim, heads * dim, 1)
-        return cache.as_strided(size, stride, cache.storage_offset() + self.start * heads * dim)
+
+@dataclass(frozen=True)
+class _Seq:
+    """Where a sequence's visible keys lie: pieces of the cache, or of its blocks gathered in order."""
+
+    new: int
+    blocks: Tensor | None
+    pieces: tuple[_Piece, ...]
+    mask: Tensor | None = None
+
+    def rows(self, cache: Tensor) -> Tensor:
+        """The memory that the pieces are cut from."""
+        return cache if self.blocks is None else cache.index_select(0, self.blocks)
 
 
 def plan(seqs: PagedSeqs, window: int | None) -> list[_Seq]:
-    """Find views, gather lists and masks; they are the same in every layer."""
+    """Find pieces, gather lists and masks; they are the same in every layer."""
     rows = zip(seqs.query_lens, seqs.context_lens, seqs.block_tables, strict=True)
-    return [_plan_one(new, context, table, seqs.block_size, window) for new, context, table in rows]
+    if window is None:
+        return [_plan_full(new, context, table, seqs.block_size) for new, context, table in rows]
+    return [_plan_window(new, context, table, seqs.block_size, window) for new, context, table in rows]
 
 
 def paged_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: list[_Seq], scale: float) -> Tensor:
-    """One call of torch's fused attention per sequence, with the group of query heads as the query length."""
-    heads, kv_heads = q.shape[1], k_cache.shape[2]
-    grouped = q.reshape(len(plan), 1, kv_heads, heads // kv_heads, -1)
+    """torch's fused attention, sequence by sequence, with a group of query heads as the query length."""
+    heads, (kv_heads, dim) = q.shape[1], k_cache.shape[2:]
+    grouped = q.reshape(len(plan), 1, kv_heads, heads // kv_heads, dim)
     parts = [
-        F.scaled_dot_product_attention(grouped[i], seq.read(k_cache), seq.read(v_cache), scale=scale)
+        _attend(grouped[i], seq.rows(k_cache), seq.rows(v_cache), seq, (1, kv_heads), (0, dim), scale)
         for i, seq in enumerate(plan)
     ]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(q.shape)
 
 
 def paged_prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: list[_Seq], scale: float) -> Tensor:
-    """One call per sequence, with KV heads as the batch and their query heads as broadcast heads."""
+    """The same with KV heads as the batch and their query heads as heads that share one copy of the keys."""
     kv_heads, dim = k_cache.shape[2:]
     group, row = q.shape[1] // kv_heads, 0
     out = torch.empty(q.shape, dtype=q.dtype)
     for seq in plan:
         mine = q[row : row + seq.new].view(seq.new, kv_heads, group, dim).permute(1, 2, 0, 3)
-        shape = (kv_heads, group, seq.length, dim)
-        keys = seq.read(k_cache).transpose(0, 1).expand(shape)
-        values = seq.read(v_cache).transpose(0, 1).expand(shape)
-        done = F.scaled_dot_product_attention(
-            mine, keys, values, attn_mask=seq.mask, is_causal=seq.mask is None and seq.new > 1, scale=scale
-        )
+        keys, values = seq.rows(k_cache), seq.rows(v_cache)
+        done = _attend(mine, keys, values, seq, (kv_heads, group), (dim, 0), scale)
         out[row : row + seq.new].view(seq.new, kv_heads, group, dim).copy_(done.permute(2, 0, 1, 3))
         row += seq.new
     return out
 
 
-def _plan_one(new: int, context: int, table: Tensor, block_size: int, window: int | None) -> _Seq:
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seq: _Seq,
+    heads: tuple[int, int],
+    strides: tuple[int, int],
+    scale: float,
+) -> Tensor:
+    """Attention of q[*heads, n, D] over all pieces; partial softmaxes are joined by their log-sum-exp.
+
+    `strides` step through the heads of one slot of keys, values [..., Hkv, D]; 0 shares one head.
+    """
+    row, dim = keys.shape[-2] * keys.shape[-1], keys.shape[-1]
+
+    def part(piece: _Piece) -> tuple[Tensor, Tensor]:
+        size, stride = (*heads, piece.length, dim), (*strides, row, 1)
+        k = keys.as_strided(size, stride, keys.storage_offset() + piece.start * row)
+        v = values.as_strided(size, stride, values.storage_offset() + piece.start * row)
+        return _flash(q, k, v, 0.0, piece.causal, attn_mask=seq.mask, scale=scale)
+
+    out, total = part(seq.pieces[0])
+    for piece in seq.pieces[1:]:
+        more, lse = part(piece)
+        out = torch.lerp(out, more, torch.sigmoid(lse - total).unsqueeze(-1))
+        total = torch.logaddexp(total, lse)
+    return out
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def _plan_full(new: int, context: int, table: Tensor, block_size: int) -> _Seq:
+    blocks = table[: -(-context // block_size)]
+    breaks = [(at + 1) * block_size for at in (blocks.diff() != 1).nonzero().flatten().tolist()]
+    # Prefill sees everything before its own tokens whole, and its own tokens causally, which takes one piece.
+    own = context - new if new > 1 else context
+    gather = context < _TOKENS_PER_EXTRA_PIECE * len(breaks) or any(own < at < context for at in breaks)
+    order = range(len(blocks)) if gather else blocks.tolist()
+    pieces = []
+    for first, end in pairwise(sorted({0, own, context, *([] if gather else breaks)})):
+        start = order[first // block_size] * block_size + first % block_size
+        pieces.append(_Piece(start, end - first, causal=first >= own))
+    return _Seq(new, blocks if gather else None, tuple(pieces))
+
+
+def _plan_window(new: int, context: int, table: Tensor, block_size: int, window: int) -> _Seq:
     # The oldest new token sees `window` tokens, itself included.
-    first = 0 if window is None else max(0, context - new + 1 - window)
-    first_block, end_block = first // block_size, -(-context // block_size)
-    blocks = table[first_block:end_block]
-    offset, length = first % block_size, context - first
-    consecutive = bool((blocks.diff() == 1).all())
-    start = offset + int(blocks[0]) * block_size if consecutive else offset
-    mask = _mask(new, length, window) if new > 1 and (length > new or window is not None) else None
-    return _Seq(new, start, length, None if consecutive else blocks, mask)
+    first = max(0, context - new + 1 - window)
+    blocks = table[first // block_size : -(-context // block_size)]
+    piece = _Piece(first % block_size, context - first)
+    return _Seq(new, blocks, (piece,), _mask(new, piece.length, window) if new > 1 else None)
 
 
-def _mask(new: int, length: int, window: int | None) -> Tensor:
+def _mask(new: int, length: int, window: int) -> Tensor:
     """[new, length], 0 where a query sees a key and -inf elsewhere."""
     query = torch.arange(length - new, length)[:, None]
     key = torch.arange(length)[None]
-    hidden = key > query if window is None else (key > query) | (key <= query - window)
+    hidden = (key > query) | (key <= query - window)
     return torch.zeros(new, length).masked_fill_(hidden, float("-inf"))
 
 

@@ -67,6 +67,47 @@ def test_attention_matches_float64_reference(shape, sequences, window, scattered
         close(cpu.paged_decode(q.float(), *caches, cpu.plan(seqs, window), 0.3), expected)
 
 
+def adjacent(runs):
+    """A block table of runs (first block, number of blocks)."""
+    return torch.cat([torch.arange(first, first + count) for first, count in runs])[None]
+
+
+@pytest.mark.parametrize(
+    "new, context", [(1, 900), (1, 897), (40, 900), (40, 890), (300, 900), (300, 1000), (900, 900)]
+)
+@pytest.mark.parametrize(
+    "runs", [[(3, 63)], [(70, 20), (3, 43)], [(3, 50), (70, 13)], [(80, 13), (40, 20), (0, 30)]]
+)
+def test_long_contexts_in_few_runs(runs, new, context):
+    """Partial results joined, and the causal part cut at every place it can be."""
+    block_size = 16
+    table = adjacent(runs)
+    slots = torch.arange(context)
+    slots = table[0, slots // block_size] * block_size + slots % block_size
+    k_cache = torch.full((100, block_size, 3, 8), float("nan"), dtype=torch.float64)
+    v_cache = k_cache.clone()
+    reference.kv_write(*normal(2, context, 3, 8, seed=1), k_cache, v_cache, slots)
+    seqs, q = ops.PagedSeqs((new,), (context,), table, block_size), normal(new, 9, 8)
+    expected = reference.paged_prefill(q, k_cache, v_cache, reference.plan(seqs, None), 0.9)
+    caches, plan = (k_cache.float(), v_cache.float()), cpu.plan(seqs, None)
+    attend = cpu.paged_decode if new == 1 else cpu.paged_prefill
+    close(attend(q.float(), *caches, plan, 0.9), expected)
+
+
+def test_pieces_and_gathering():
+    def pieces(new, context, *blocks):
+        (seq,) = cpu.plan(ops.PagedSeqs((new,), (context,), torch.tensor([blocks]), 100), None)
+        return seq.blocks is not None, [(p.start, p.length, p.causal) for p in seq.pieces]
+
+    assert pieces(1, 250, 5, 6, 7) == (False, [(500, 250, False)])
+    assert pieces(250, 250, 5, 6, 7) == (False, [(500, 250, True)])
+    assert pieces(20, 250, 5, 6, 7) == (False, [(500, 230, False), (730, 20, True)])
+    assert pieces(1, 250, 5, 9, 10) == (False, [(500, 100, False), (900, 150, False)])
+    assert pieces(50, 250, 5, 6, 9) == (False, [(500, 200, False), (900, 50, True)])
+    assert pieces(60, 250, 5, 6, 9) == (True, [(0, 190, False), (190, 60, True)])
+    assert pieces(1, 250, 5, 7, 9) == (True, [(0, 250, False)])
+
+
 def test_attention_reads_strided_queries():
     """The model hands in a slice of the fused projection, whose rows are not adjacent."""
     k_cache, v_cache, seqs = paged([(1, 20), (1, 3)], 2, 8, 4, True)
