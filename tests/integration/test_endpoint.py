@@ -71,11 +71,12 @@ def test_a_repeated_prompt_goes_where_it_is_cached(endpoint) -> None:
         home = first.headers["x-warmroute-replica"]
         for _ in range(3):
             again = http.post("/v1/chat/completions", json=body(prompt))
-            full_blocks = (again.json()["usage"]["prompt_tokens"] - 1) // 16 * 16
+            prompt_tokens = again.json()["usage"]["prompt_tokens"]
+            full_blocks = (prompt_tokens - 1) // 16 * 16
             assert again.headers["x-warmroute-replica"] == home
             assert cached(again) >= full_blocks
             assert int(again.headers["x-warmroute-cached-tokens"]) == cached(again)
-            assert int(again.headers["x-warmroute-predicted-tokens"]) == full_blocks
+            assert full_blocks <= int(again.headers["x-warmroute-predicted-tokens"]) < prompt_tokens
             assert again.json()["choices"] == first.json()["choices"]
 
 
