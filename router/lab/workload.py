@@ -37,23 +37,23 @@ class WorkloadConfig:
     """How much of each kind of traffic; lengths are in tokens, times in seconds."""
 
     seed: int = 0
-    tenants: int = 4
+    tenants: int = 3
     system_tokens: tuple[int, int] = (620, 1480)  # of the first and the last tenant, evenly between
     chats: int = 3  # per tenant
-    turns: int = 6  # per chat
+    turns: int = 5  # per chat
     question_tokens: int = 20
     answer_tokens: int = 42
     agents: int = 2
-    agent_steps: int = 12
+    agent_steps: int = 10
     agent_tools: int = 6
     agent_tokens: int = 900  # of the system prompt with the tools
     result_tokens: int = 50
     documents: int = 2
     document_tokens: int = 900
-    questions: int = 12  # per document
-    random_prompts: int = 12
+    questions: int = 9  # per document
+    random_prompts: int = 8
     random_tokens: int = 100
-    max_tokens: tuple[int, int] = (8, 10)  # bounds of an answer's length, drawn evenly
+    max_tokens: tuple[int, int] = (6, 8)  # bounds of an answer's length, drawn evenly
     duration_s: float = 60.0
 
 

@@ -261,7 +261,7 @@ class TestPublicTraces:
 
 
 def test_builtin():
-    assert len(list(read_trace("builtin"))) == 132
+    assert len(list(read_trace("builtin"))) == 91
     assert [r.messages for r in read_trace("builtin:tiny")] == [r.messages for r in builtin_workload(TINY)]
 
 

@@ -36,11 +36,11 @@ def test_workload_does_not_change_by_accident():
 def test_default_holds_every_kind_of_traffic():
     requests = builtin_workload()
     sessions = [r.session_id for r in requests if r.session_id is not None]
-    assert len(requests) == 132
-    assert len([s for s in sessions if s.startswith("chat-")]) == 4 * 3 * 6
-    assert len([s for s in sessions if s.startswith("agent-")]) == 2 * 12
-    assert len(requests) - len(sessions) == 2 * 12 + 12
-    assert {r.max_tokens for r in requests} == {8, 9, 10}
+    assert len(requests) == 91
+    assert len([s for s in sessions if s.startswith("chat-")]) == 3 * 3 * 5
+    assert len([s for s in sessions if s.startswith("agent-")]) == 2 * 10
+    assert len(requests) - len(sessions) == 2 * 9 + 8
+    assert {r.max_tokens for r in requests} == {6, 7, 8}
 
 
 def test_ideal_hit_rate_is_that_of_a_shared_endpoint():
@@ -53,7 +53,7 @@ def test_system_prompts_span_the_aimed_lengths():
         r.messages[0]["content"] for r in builtin_workload() if (r.session_id or "").startswith("chat-")
     }
     lengths = sorted(len(system) for system in systems)
-    assert len(lengths) == 4
+    assert len(lengths) == 3
     assert 600 * 4.5 < lengths[0] < 700 * 5.2
     assert 1400 * 4.5 < lengths[-1] < 1550 * 5.2
 
