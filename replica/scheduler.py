@@ -1,9 +1,12 @@
 """Which tokens to compute next: continuous batching over a prefix cache. No torch in here.
 
 A step takes decodes first, then goes on with started prefills, then admits waiting sequences, oldest first,
-until its token budget is spent (chunked prefill: Sarathi, arXiv:2308.16369). When the pool has no block left
-for a decode, the youngest running sequence gives its blocks back and is computed again later (preemption by
-recompute, vLLM, arXiv:2309.06180); the oldest is thus never the victim of another, so it always finishes.
+until its token budget is spent (chunked prefill: Sarathi, arXiv:2308.16369). Half of what the decodes leave
+is an express lane for prompts that it can finish in this step, shortest first: a prompt that is nearly all
+cached does not wait behind a long one, and the oldest always gets the other half. When the pool has no block
+left for a decode, the youngest running sequence gives its blocks back and is computed again later
+(preemption by recompute, vLLM, arXiv:2309.06180); the oldest is thus never the victim of another, so it
+always finishes.
 
 Coalesced prefill: a waiting sequence whose next missing block is being computed by a running one waits for
 it, and then hits the cache. n choices of one prompt, or a burst on a new system prompt, compute it once.
@@ -64,6 +67,10 @@ class Plan:
         return self.prefill_tokens + self.decodes
 
 
+_EXPRESS_LINE = 16
+"""How far into the waiting line the express lane looks; each look probes the cache."""
+
+
 def _age(seq: Sequence) -> int:
     return seq.order
 
@@ -94,6 +101,7 @@ class Scheduler:
         """Decide the next step; empty only when nothing is waiting or running."""
         plan = Plan()
         budget = self._decode(plan, self.max_batch_tokens)
+        budget -= self._express(plan, budget // 2)
         budget = self._prefill(plan, budget)
         self._admit(plan, budget)
         return plan
@@ -129,9 +137,45 @@ class Scheduler:
                 budget -= 1
         return budget
 
+    def _express(self, plan: Plan, lane: int) -> int:
+        """Finish the prompts with the least left, `lane` tokens at most; returns the tokens taken."""
+        waiting = self._ready_in_line()
+        prefills = [seq for seq in self.running if seq.remaining > 1]
+        if len(waiting) + len(prefills) < 2:
+            return 0  # nobody to overtake
+        spent = 0
+        for left, seq in sorted(
+            ((seq.num_tokens - max(seq.hit, seq.computed), seq) for seq in waiting + prefills),
+            key=lambda entry: entry[0],
+        ):
+            if spent + left > lane:
+                break
+            if seq.lease is None:
+                if self._computed_elsewhere(seq):
+                    continue  # by one that this very loop has admitted
+                if len(self.running) >= self.max_num_seqs or not self._claim(seq, plan):
+                    break
+            if spent + seq.remaining <= lane:  # what was seen in the cache may be gone by the claim
+                spent += seq.remaining
+                plan.add(seq, seq.remaining)
+        return spent
+
+    def _ready_in_line(self) -> list[Sequence]:
+        """The first of the waiting line that need not wait for another; none while the first lacks blocks."""
+        ready: list[Sequence] = []
+        for seq in self.waiting[:_EXPRESS_LINE]:
+            seq.hit = self._probe(seq)
+            if self._computed_elsewhere(seq):
+                continue
+            if not ready and self.running and self._short_of_blocks(seq):
+                return []  # nobody overtakes the one that lacks blocks
+            ready.append(seq)
+        return ready
+
     def _prefill(self, plan: Plan, budget: int) -> int:
+        planned = {chunk.seq for chunk in plan.chunks}
         for seq in self.running:
-            if seq.remaining > 1 and budget > 0:
+            if seq.remaining > 1 and budget > 0 and seq not in planned:
                 count = min(budget, seq.remaining)
                 plan.add(seq, count)
                 budget -= count

@@ -2,7 +2,7 @@
 
 import os
 import signal
-import threading
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +13,8 @@ from pydantic import ValidationError
 from router.cli.cluster import check_endpoint, deployed, local_ray
 from router.config import AppConfig
 from router.errors import ConfigError
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def load_config(path: Path | None, overrides: dict[str, Any]) -> AppConfig:
@@ -68,13 +70,26 @@ def serve(
         engine = {**settings.engine, "threads": default_threads(settings.replicas)}
         settings = settings.model_copy(update={"engine": engine})
     check_endpoint(settings, host, port)
-    done = threading.Event()
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, lambda *_: done.set())
+    for name in _SIGNALS:  # SIGINT too: a shell's background job starts with it ignored
+        signal.signal(name, _interrupt)
     typer.echo(f"starting {settings.replicas} replicas of {settings.model} ...")
     with local_ray(settings.replicas * settings.replica_cpus), deployed(settings, host, port) as url:
         typer.echo(f"{url}/v1 is up (policy {settings.policy}); Ctrl-C ends it")
         if not settings.api_keys:
             typer.echo("no API keys are configured: open to every program on this machine")
-        done.wait()
+        _until_signalled()
         typer.echo("stopping ...")
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _until_signalled() -> None:
+    """Wait for SIGINT or SIGTERM; while everything is taken down, further ones do nothing."""
+    seen: list[int] = []
+    # A list, not an Event: handlers may run inside each other, and locks are not made for that.
+    for name in _SIGNALS:
+        signal.signal(name, lambda number, _: seen.append(number))
+    while not seen:
+        time.sleep(0.2)

@@ -89,6 +89,29 @@ def test_decodes_come_first_and_the_rest_of_the_budget_is_prefill_in_order_of_ar
     assert bench.step() == [(0, 5, 1), (1, 12, 1), (2, 5, 1)]
 
 
+def test_short_prompts_share_half_the_step_and_the_oldest_keeps_the_other():
+    bench = Bench(max_batch_tokens=16)
+    bench.add(range(40))
+    assert bench.step() == [(0, 0, 16)]
+    bench.add(range(100, 106))
+    bench.add(range(200, 203))
+    bench.add(range(300, 309))
+    assert bench.step() == [(2, 0, 3), (0, 16, 13)]  # 3 + 6 tokens are more than half
+    assert bench.step() == [(2, 3, 1), (1, 0, 6), (0, 29, 9)]
+    assert bench.step() == [(1, 6, 1), (2, 4, 1), (0, 38, 2), (3, 0, 9)]
+
+
+def test_a_prompt_that_is_nearly_all_cached_overtakes_a_long_one():
+    bench = Bench(max_batch_tokens=8)
+    first = bench.add(range(12))
+    assert [bench.step(), bench.step()] == [[(0, 0, 8)], [(0, 8, 4)]]
+    bench.scheduler.remove(first)
+    bench.add(range(100, 130))
+    assert bench.step() == [(1, 0, 8)]
+    bench.add(range(12))
+    assert bench.step() == [(2, 11, 1), (1, 8, 7)]
+
+
 def test_no_more_sequences_run_than_allowed():
     bench = Bench(max_num_seqs=2)
     first = bench.add([1])
@@ -143,13 +166,13 @@ def test_who_waits_for_another_is_overtaken_by_who_need_not():
     bench.add(range(16))
     bench.add(range(16))
     bench.add([50, 51])
-    assert bench.step() == [(0, 0, 8)]
-    assert bench.step() == [(0, 8, 8)]
+    assert bench.step() == [(2, 0, 2), (0, 0, 6)]
+    assert bench.step() == [(2, 2, 1), (0, 6, 7)]
     bench = Bench(max_batch_tokens=18)
     bench.add(range(16))
     bench.add(range(16))
     bench.add([50, 51])
-    assert bench.step() == [(0, 0, 16), (2, 0, 2)]
+    assert bench.step() == [(2, 0, 2), (0, 0, 16)]
     assert bench.step() == [(0, 16, 1), (2, 2, 1), (1, 15, 1)]
 
 
@@ -241,7 +264,7 @@ def test_who_lacks_blocks_is_not_overtaken():
     bench.add([7])
     assert bench.step() == [(0, 14, 1)]
     bench.scheduler.remove(first)
-    assert bench.step() == [(1, 0, 12), (2, 0, 1)]
+    assert bench.step() == [(2, 0, 1), (1, 0, 12)]
 
 
 def test_tokens_still_to_compute():
