@@ -4,16 +4,19 @@ import contextlib
 import importlib.util
 import logging
 import os
+import signal
 import socket
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from router.cli.reaper import no_process_left
 from router.config import LOOPBACK, AppConfig
 from router.errors import ConfigError
 
 APP_NAME = "warmroute"
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve_switches() -> dict[str, str]:
@@ -70,24 +73,52 @@ def _hush() -> None:
 
 @contextlib.contextmanager
 def local_ray(cpus: float) -> Iterator[None]:
-    """Start a Ray of our own with at least `cpus` logical CPUs; everything it started is gone afterwards."""
+    """Start a Ray of our own with at least `cpus` logical CPUs; everything it started is gone afterwards.
+
+    SIGINT and SIGTERM raise KeyboardInterrupt inside. For the main thread only.
+    """
     os.environ.update(serve_switches())
     _hush()
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, int(cpus) + 1),
-        include_dashboard=False,
-        object_store_memory=128 << 20,  # requests and chunks are small; weights never pass through it
-        log_to_driver=False,
-        logging_level="error",
-    )
+    with no_process_left(), _interruptible() as listen:
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, int(cpus) + 1),
+            include_dashboard=False,
+            object_store_memory=128 << 20,  # requests and chunks are small; weights never pass through it
+            log_to_driver=False,
+            logging_level="error",
+        )
+        listen()  # ray.init takes SIGTERM for itself, and would leave everything running
+        try:
+            yield
+        finally:
+            with contextlib.suppress(KeyboardInterrupt):
+                ray.shutdown()
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[Callable[[], None]]:
+    """SIGINT and SIGTERM raise KeyboardInterrupt inside; yields the function that says so once more."""
+
+    def interrupt(*_: object) -> None:
+        for name in SIGNALS:  # once is enough; another one would cut the cleaning up short
+            signal.signal(name, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    def listen() -> None:
+        # SIGINT too: a shell starts background jobs with it ignored.
+        for name in SIGNALS:
+            signal.signal(name, interrupt)
+
+    before = {name: signal.getsignal(name) for name in SIGNALS}
+    listen()
     try:
-        yield
+        yield listen
     finally:
-        with contextlib.suppress(KeyboardInterrupt):
-            ray.shutdown()
+        for name, handler in before.items():
+            signal.signal(name, handler)
 
 
 @contextlib.contextmanager

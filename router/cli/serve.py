@@ -10,11 +10,9 @@ import typer
 import yaml
 from pydantic import ValidationError
 
-from router.cli.cluster import check_endpoint, deployed, local_ray
+from router.cli.cluster import SIGNALS, check_endpoint, deployed, local_ray
 from router.config import AppConfig
 from router.errors import ConfigError
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def load_config(path: Path | None, overrides: dict[str, Any]) -> AppConfig:
@@ -70,8 +68,6 @@ def serve(
         engine = {**settings.engine, "threads": default_threads(settings.replicas)}
         settings = settings.model_copy(update={"engine": engine})
     check_endpoint(settings, host, port)
-    for name in _SIGNALS:  # SIGINT too: a shell's background job starts with it ignored
-        signal.signal(name, _interrupt)
     typer.echo(f"starting {settings.replicas} replicas of {settings.model} ...")
     with local_ray(settings.replicas * settings.replica_cpus), deployed(settings, host, port) as url:
         typer.echo(f"{url}/v1 is up (policy {settings.policy}); Ctrl-C ends it")
@@ -81,15 +77,11 @@ def serve(
         typer.echo("stopping ...")
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
 def _until_signalled() -> None:
     """Wait for SIGINT or SIGTERM; while everything is taken down, further ones do nothing."""
     seen: list[int] = []
     # A list, not an Event: handlers may run inside each other, and locks are not made for that.
-    for name in _SIGNALS:
+    for name in SIGNALS:
         signal.signal(name, lambda number, _: seen.append(number))
     while not seen:
         time.sleep(0.2)
