@@ -67,7 +67,10 @@ def log_to_stderr() -> None:
 class Replica:
     """One model replica. Serve constructs it; `engine` are the options of `engine_config`."""
 
-    async def __init__(self, model: str, engine: dict[str, Any], secret: bytes) -> None:
+    # Serve awaits it; the type checker knows only plain constructors.
+    async def __init__(  # type: ignore[misc]
+        self, model: str, engine: dict[str, Any], secret: bytes
+    ) -> None:
         log_to_stderr()
         self.id: str = serve.get_replica_context().replica_id.unique_id
         config = engine_config(model, engine, hash_secret=secret, replica_id=self.id)

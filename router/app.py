@@ -29,13 +29,17 @@ logger = logging.getLogger(__name__)
 
 _UNLIMITED = 1_000_000
 """Serve's own request limit: the engine's queue and the router's ledger are the real ones."""
+_TARGET_ROUTER: Any = f"{TargetRouter.__module__}.{TargetRouter.__name__}"
 _START_TIMEOUT_S = 120.0
 
 
 class Router:
     """One HTTP router. Serve constructs it and serves the application it builds."""
 
-    async def __init__(self, config: AppConfig, secret: bytes, replica: DeploymentHandle) -> None:
+    # Serve awaits it; the type checker knows only plain constructors.
+    async def __init__(  # type: ignore[misc]
+        self, config: AppConfig, secret: bytes, replica: DeploymentHandle
+    ) -> None:
         log_to_stderr()
         _refuse_open_endpoint(config)
         self._config = config
@@ -124,7 +128,7 @@ def build(args: AppConfig) -> serve.Application:
         num_replicas=args.replicas,
         max_ongoing_requests=_UNLIMITED,
         ray_actor_options={"num_cpus": args.replica_cpus, "num_gpus": args.replica_gpus},
-        request_router_config=RequestRouterConfig(request_router_class=TargetRouter),
+        request_router_config=RequestRouterConfig(request_router_class=_TARGET_ROUTER),
         health_check_period_s=2,
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=10,

@@ -82,7 +82,7 @@ class ServeTransport:
 
     async def generate(self, replica_id: str, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Stream the chunks of one request. Closing the iterator cancels the request on the replica."""
-        response = self._generate.remote({**request, "target": replica_id})
+        response: Any = self._generate.remote({**request, "target": replica_id})
         try:
             async for chunk in response:
                 yield chunk

@@ -88,7 +88,7 @@ def local_ray(cpus: float) -> Iterator[None]:
             include_dashboard=False,
             object_store_memory=128 << 20,  # requests and chunks are small; weights never pass through it
             log_to_driver=False,
-            logging_level="error",
+            logging_level=logging.ERROR,
         )
         listen()  # ray.init takes SIGTERM for itself, and would leave everything running
         try:
