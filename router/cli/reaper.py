@@ -19,12 +19,17 @@ _GRACE_S = 5.0
 def no_process_left() -> Iterator[None]:
     """Inside, orphans of our descendants become ours (Linux); at the end, what was started is ended."""
     before = set(psutil.Process().children(recursive=True))
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _adopt_orphans(True)
     try:
         yield
     finally:
         _end([p for p in psutil.Process().children(recursive=True) if p not in before])
+        _adopt_orphans(False)
+
+
+def _adopt_orphans(wanted: bool) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
 
 
 def _end(processes: list[psutil.Process]) -> None:

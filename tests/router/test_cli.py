@@ -1,0 +1,112 @@
+"""The command line: configuration, refusals, the lazily loaded commands, the end of processes."""
+
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from router.cli.cluster import check_endpoint, free_port, serve_switches
+from router.cli.reaper import no_process_left
+from router.cli.serve import load_config
+from router.config import AppConfig
+from router.errors import ConfigError
+
+SCRIPT = Path(sys.executable).with_name("warmroute")
+DIGEST = hashlib.sha256(b"key").hexdigest()
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([SCRIPT, *args], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("applications: []", "no Serve configuration"),
+        ("applications: [{args: {policy: best}}]", "policy"),
+        ("applications: [{args: {polcy: cache_aware}}]", "polcy"),
+        ("applications: [{args: {replicas: 0}}]", "replicas"),
+        ("applications: [{args: {api_keys: {plain-key: me}}}]", "SHA-256"),
+        ("applications: [{args: {cluster_secret: abc}}]", "cluster_secret"),
+        ("applications: {", "no Serve configuration"),
+        ("just text", "no Serve configuration"),
+    ],
+)
+def test_wrong_configurations_are_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(path, {})
+
+
+def test_a_missing_configuration_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        load_config(tmp_path / "nowhere.yaml", {})
+
+
+def test_without_keys_only_loopback_may_listen() -> None:
+    with pytest.raises(ConfigError, match="api_keys"):
+        check_endpoint(AppConfig(), "0.0.0.0", free_port())
+    check_endpoint(AppConfig(), "127.0.0.1", free_port())
+    check_endpoint(AppConfig(api_keys={DIGEST: "me"}), "0.0.0.0", free_port())
+
+
+def test_a_port_in_use_is_said_before_anything_starts() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            check_endpoint(AppConfig(), "127.0.0.1", port)
+        ended = run("serve", "--model", "random:tiny", "--port", str(port))
+    assert ended.returncode == 1
+    assert ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("warmroute: cannot listen")
+
+
+def test_serves_switches_yield_to_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_SERVE_THROUGHPUT_OPTIMIZED", "0")
+    assert serve_switches()["RAY_SERVE_THROUGHPUT_OPTIMIZED"] == "0"
+    if sys.platform == "linux":
+        assert os.access(serve_switches()["RAY_SERVE_HAPROXY_BINARY_PATH"], os.X_OK)
+
+
+@pytest.mark.parametrize("command", ["serve", "demo", "replay", "models", "bench engine", "bench route"])
+def test_every_command_explains_itself(command: str) -> None:
+    ended = run(*command.split(), "--help")
+    assert ended.returncode == 0, ended.stderr
+    assert f"warmroute {command}" in ended.stdout
+
+
+def test_an_unknown_option_of_a_lazy_command_is_refused() -> None:
+    ended = run("bench", "route", "--nonsense")
+    assert ended.returncode == 2
+    assert "--nonsense" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux hands orphans to the nearest reaper")
+def test_orphans_of_orphans_are_ended_too() -> None:
+    orphan = (
+        "import subprocess as s; print(s.Popen(['sleep', '600'], stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"
+    )
+    with no_process_left():
+        ended = subprocess.run([sys.executable, "-c", orphan], capture_output=True, text=True, timeout=30)
+        pid = int(ended.stdout)
+        assert psutil.pid_exists(pid)
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_process_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.cli.reaper._GRACE_S", 0.2)
+    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+    with no_process_left():
+        process = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline() == b"1\n"
+    process.stdout.close()
+    assert not psutil.pid_exists(process.pid)
