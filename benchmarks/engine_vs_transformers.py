@@ -4,13 +4,16 @@
 
 Prints a table, then one JSON object as the last line. Repeats of the two take turns, so that a busy machine
 slows both; figures are medians. Prompts of a batch have equal lengths, which spares transformers all padding,
-and the engine neither reads nor fills its prefix cache. Needs `transformers`.
+and the engine neither reads nor fills its prefix cache. The last row is a whole job as it comes in practice:
+prompts and answers of mixed lengths, eight at a time; transformers pads, and each of its batches lasts as
+long as its longest answer. Needs `transformers`.
 """
 
 import argparse
 import json
 import statistics
 import time
+from collections import deque
 
 import numpy as np
 import torch
@@ -25,6 +28,8 @@ from replica.models import resolve
 from replica.request import Request, SamplingParams
 from replica.weights_gguf import GgufWeights, gguf_config
 
+MIXED_REQUESTS, MIXED_BATCH = 24, 8
+MIXED_PROMPT, MIXED_ANSWER = (16, 128), (8, 128)
 CASES = (("prefill", 1), ("decode", 1), ("decode", 8))
 
 
@@ -65,19 +70,24 @@ class Peer:
         self.model = model
 
     def generate(self, prompts, count):
-        ids = torch.from_numpy(prompts.astype(np.int64))
+        longest = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
+            mask[row, longest - len(prompt) :] = 1
         started = time.perf_counter()
         with torch.inference_mode():
             out = self.model.generate(
                 ids,
-                attention_mask=torch.ones_like(ids),
+                attention_mask=mask,
                 max_new_tokens=count,
                 min_new_tokens=count,
                 do_sample=False,
                 pad_token_id=0,
                 eos_token_id=None,
             )
-        return time.perf_counter() - started, out[:, prompts.shape[1] :].tolist()
+        return time.perf_counter() - started, out[:, longest:].tolist()
 
     def seconds(self, kind, prompts, count):
         """(seconds, tokens counted, tokens generated)"""
@@ -86,6 +96,16 @@ class Peer:
             return first, prompts.size, tokens
         whole, tokens = self.generate(prompts, count + 1)
         return whole - first, len(prompts) * count, tokens
+
+    def job(self, prompts, counts):
+        """Seconds and tokens of a job of mixed lengths, in batches of its order."""
+        whole, answers = 0.0, []
+        for at in range(0, len(prompts), MIXED_BATCH):
+            part = slice(at, at + MIXED_BATCH)
+            seconds, tokens = self.generate(prompts[part], max(counts[part]))
+            whole += seconds
+            answers += [row[:count] for row, count in zip(tokens, counts[part], strict=True)]
+        return whole, answers
 
 
 class Ours:
@@ -115,6 +135,47 @@ class Ours:
             return ended - started, prompts.size, tokens
         return ended - begun, sum(map(len, tokens)) - early, tokens
 
+    def job(self, prompts, counts):
+        """Seconds and tokens of a job of mixed lengths; at most a batch is in the engine at a time."""
+        started, tokens = time.perf_counter(), [[] for _ in prompts]
+        todo = deque(enumerate(zip(prompts, counts, strict=True)))
+        running = 0
+        while todo or running:
+            while todo and running < MIXED_BATCH:
+                number, (prompt, count) = todo.popleft()
+                sampling = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+                self.engine.add(Request(str(number), prompt, sampling, read=False, publish=False))
+                running += 1
+            for output in self.engine.step():
+                tokens[int(output.request_id)].extend(output.tokens)
+                running -= output.last
+        return time.perf_counter() - started, tokens
+
+
+def row(rates, tokens):
+    """Medians of both sides, their ratio, and whether they said the same."""
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    return {
+        "warmroute_tokens_per_s": round(medians["warmroute"], 1),
+        "transformers_tokens_per_s": round(medians["transformers"], 1),
+        "ratio": round(medians["warmroute"] / medians["transformers"], 2),
+        "same_tokens": tokens["warmroute"] == tokens["transformers"],
+    }
+
+
+def mixed(sides, repeats, vocab_size):
+    """Answer tokens per second of a whole job, prefill included."""
+    random = np.random.default_rng(1)
+    lengths = random.integers(*MIXED_PROMPT, MIXED_REQUESTS)
+    prompts = [random.integers(20, vocab_size, length).astype(np.int32) for length in lengths]
+    counts = random.integers(*MIXED_ANSWER, MIXED_REQUESTS).tolist()
+    rates, tokens = {side.name: [] for side in sides}, {}
+    for _ in range(repeats):
+        for side in sides:
+            seconds, tokens[side.name] = side.job(prompts, counts)
+            rates[side.name].append(sum(counts) / seconds)
+    return row(rates, tokens)
+
 
 def measure(args):
     engine = build_engine(
@@ -133,13 +194,8 @@ def measure(args):
             for side in sides:
                 seconds, counted, tokens[side.name] = side.seconds(kind, prompts, args.decode_tokens)
                 rates[side.name].append(counted / seconds)
-        medians = {name: statistics.median(found) for name, found in rates.items()}
-        results[f"{kind}_{batch}"] = {
-            "warmroute_tokens_per_s": round(medians["warmroute"], 1),
-            "transformers_tokens_per_s": round(medians["transformers"], 1),
-            "ratio": round(medians["warmroute"] / medians["transformers"], 2),
-            "same_tokens": tokens["warmroute"] == tokens["transformers"],
-        }
+        results[f"{kind}_{batch}"] = row(rates, tokens)
+    results[f"mixed_{MIXED_BATCH}"] = mixed(sides, args.repeats, engine.vocab_size)
     return results
 
 
@@ -157,8 +213,8 @@ def main():
     table = Table(title=f"{args.model}, {args.threads} threads, tokens/s")
     for column in ("", "warmroute", "transformers", "ratio", "same tokens"):
         table.add_column(column, justify="right" if column else "left")
-    for name, row in results.items():
-        table.add_row(name.replace("_", ", batch "), *(str(value) for value in row.values()))
+    for name, found in results.items():
+        table.add_row(name.replace("_", ", batch "), *(str(value) for value in found.values()))
     Console().print(table)
     print(json.dumps({"model": args.model, "threads": args.threads, **results}))
 
