@@ -68,7 +68,10 @@ class Router:
         """The HTTP application; Serve asks for it after the constructor."""
         config = self._config
         api = ApiConfig(
-            model_names=(config.public_name,), api_keys=config.api_keys, max_body_bytes=config.max_body_bytes
+            model_names=(config.public_name,),
+            api_keys=config.api_keys,
+            max_body_bytes=config.max_body_bytes,
+            send_request_id=False,  # Serve adds it to every answer
         )
         return build_api(api, self._codec, self._dispatcher)
 

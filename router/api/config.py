@@ -19,6 +19,7 @@ class ApiConfig:
         inline_chars: texts up to this length are tokenized on the event loop.
         tokenizer_threads: threads for the longer ones.
         max_pending_tokenizations: long texts waiting for a thread before clients hear 429.
+        send_request_id: whether answers carry `x-request-id`; False where the server around adds it.
         stall_timeout_s: seconds beyond the request's own time until a client that reads nothing is given up.
     """
 
@@ -32,4 +33,5 @@ class ApiConfig:
     inline_chars: int = 2048
     tokenizer_threads: int = 2
     max_pending_tokenizations: int = 256
+    send_request_id: bool = True
     stall_timeout_s: float = 5.0

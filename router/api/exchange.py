@@ -55,9 +55,10 @@ def exchange_of(scope: Scope) -> Exchange:
 class ExchangeMiddleware:
     """Outermost layer: ids, the count of outcomes, and a clean 500 for what nobody expected."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, send_request_id: bool = True) -> None:
         self._app = app
         self._metrics = metrics
+        self._send_request_id = send_request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -72,7 +73,8 @@ class ExchangeMiddleware:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message)["x-request-id"] = exchange.request_id
+                if self._send_request_id:
+                    MutableHeaders(scope=message)["x-request-id"] = exchange.request_id
                 exchange.status = exchange.status or message["status"]
             await send(message)
 

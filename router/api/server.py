@@ -52,7 +52,7 @@ def build_api(
     for method, path, endpoint in _ROUTES:
         app.add_route(path, partial(_serve, service, path, endpoint), methods=[method])
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_middleware(ExchangeMiddleware, metrics=metrics)
+    app.add_middleware(ExchangeMiddleware, metrics=metrics, send_request_id=config.send_request_id)
     return app
 
 
