@@ -6,6 +6,7 @@ import json
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -43,6 +44,8 @@ def engine(
     ] = None,
 ) -> None:
     """Send prompts twice to one engine, then decode batches of 1 and 8; prints medians."""
+    if json_file not in (None, "-") and not Path(str(json_file)).absolute().parent.is_dir():
+        raise typer.BadParameter(f"no such folder: {json_file}", param_hint="--json")
     if threads is not None:
         torch.set_num_threads(threads)
     try:

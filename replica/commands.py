@@ -14,7 +14,7 @@ from replica.errors import ModelError
 from replica.random_names import TINY
 from replica.registry import NAMED, SMOLLM2_135M, named
 
-models = typer.Typer(help="List, fetch and find models.", no_args_is_help=True)
+models = typer.Typer(help="List, fetch and find models.", no_args_is_help=True, add_completion=False)
 
 _Name = Annotated[str, typer.Argument(help="A name from `warmroute models list`.")]
 

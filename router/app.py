@@ -14,7 +14,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from kvcore.hashing import PrefixHasher
-from replica.deployment import Replica, engine_config, load_codec, log_to_stderr
+from replica.deployment import Replica, ReplicaError, engine_config, load_codec, log_to_stderr
 from router.api.config import ApiConfig
 from router.api.server import build_api
 from router.config import LOOPBACK, AppConfig
@@ -115,13 +115,26 @@ def serve_host() -> str:
     return str(host) if host else "0.0.0.0"
 
 
+def check(config: AppConfig) -> None:
+    """Fail in one line for what would fail in every replica and router; fetches a named model.
+
+    Raises:
+        ConfigError: an engine option that cannot work, or a model that cannot be had or read.
+    """
+    try:
+        engine_config(config.model, config.engine)
+        load_codec(config.model)
+    except ReplicaError as error:
+        raise ConfigError(str(error)) from error
+
+
 def build(args: AppConfig) -> serve.Application:
     """The application for `serve.run` and serve.yaml.
 
     Raises:
         ConfigError: a setting that cannot work; found here, not in a replica that Serve restarts for ever.
     """
-    engine_config(args.model, args.engine)
+    check(args)
     secret = bytes.fromhex(args.cluster_secret) if args.cluster_secret else secrets.token_bytes(32)
     engine = {"threads": max(1, int(args.replica_cpus)), **args.engine}
     if args.replica_gpus and "device" not in engine:

@@ -140,9 +140,7 @@ class CacheAware:
         slot, by_age = self._oldest(s, slots, miss)
         return Choice(slot, _reason(s, slot, len(slots) > 1, by_age), cost)
 
-    def _has_waited_enough(
-        self, s: Situation, best: int, relief: int, miss: npt.NDArray[np.int64]
-    ) -> bool:
+    def _has_waited_enough(self, s: Situation, best: int, relief: int, miss: npt.NDArray[np.int64]) -> bool:
         """Whether `relief` should compute the prefix anew although `best` has it."""
         token_s = s.loads.token_s
         own = 0 if s.pending_tokens is None else int(s.pending_tokens[best])
@@ -230,5 +228,3 @@ def _reason(s: Situation, slot: int, tie: bool, by_age: bool) -> str:
     if by_age:
         return "age"
     return "tie" if tie else "load"
-
-

@@ -48,7 +48,7 @@ def _lazy(entry: EntryPoint) -> Callable[[typer.Context], None]:
     def run(ctx: typer.Context) -> None:
         target: Any = entry.load()
         if not isinstance(target, typer.Typer):
-            single = typer.Typer(pretty_exceptions_enable=False)
+            single = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
             single.command()(target)
             target = single
         target(args=ctx.args, prog_name=ctx.command_path)

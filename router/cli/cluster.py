@@ -16,7 +16,7 @@ from router.config import LOOPBACK, AppConfig
 from router.errors import ConfigError
 
 APP_NAME = "warmroute"
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def serve_switches() -> dict[str, str]:
@@ -39,6 +39,9 @@ def serve_switches() -> dict[str, str]:
         # Their defaults are fixed ports: two Rays on one machine would fight for them.
         switches["RAY_SERVE_HAPROXY_METRICS_PORT"] = str(free_port())
         switches["RAY_SERVE_HAPROXY_STATS_PORT"] = str(free_port())
+        # HAProxy falls back to this proxy while there is no router; at the default it might be another Ray's.
+        switches["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"] = str(free_port())
+        switches["RAY_SERVE_FALLBACK_PROXY_GRPC_PORT"] = str(free_port())
     return {name: os.environ.get(name, value) for name, value in switches.items()}
 
 
@@ -75,7 +78,7 @@ def _hush() -> None:
 def local_ray(cpus: float) -> Iterator[None]:
     """Start a Ray of our own with at least `cpus` logical CPUs; everything it started is gone afterwards.
 
-    SIGINT and SIGTERM raise KeyboardInterrupt inside. For the main thread only.
+    SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt inside. For the main thread only.
     """
     os.environ.update(serve_switches())
     _hush()
@@ -100,7 +103,7 @@ def local_ray(cpus: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Callable[[], None]]:
-    """SIGINT and SIGTERM raise KeyboardInterrupt inside; yields the function that says so once more."""
+    """The signals that end us raise KeyboardInterrupt inside; yields the function to say so once more."""
 
     def interrupt(*_: object) -> None:
         for name in SIGNALS:  # once is enough; another one would cut the cleaning up short
@@ -110,7 +113,8 @@ def _interruptible() -> Iterator[Callable[[], None]]:
     def listen() -> None:
         # SIGINT too: a shell starts background jobs with it ignored.
         for name in SIGNALS:
-            signal.signal(name, interrupt)
+            if name != signal.SIGHUP or before[name] != signal.SIG_IGN:  # nohup stays nohup
+                signal.signal(name, interrupt)
 
     before = {name: signal.getsignal(name) for name in SIGNALS}
     listen()
@@ -126,20 +130,42 @@ def deployed(config: AppConfig, host: str, port: int, timeout_s: float = 300.0) 
     """Deploy the application on the running Ray; yields its base URL, deletes it afterwards.
 
     Serve takes host and port once in the life of a Ray: later deployments must come with the same ones.
+
+    Raises:
+        ConfigError: the replicas or routers cannot start; the message says what they said.
     """
+    import ray
     from ray import serve
 
     from router.app import build
 
+    gpus = ray.cluster_resources().get("GPU", 0)
+    if config.replicas * config.replica_gpus > gpus:
+        raise ConfigError(
+            f"{config.replicas} replicas with {config.replica_gpus:g} GPUs each, of {gpus:g} there are"
+        )
     _hush()  # importing serve has set up its logger anew
     serve.start(http_options={"host": host, "port": port})
-    serve.run(build(config), name=APP_NAME, route_prefix="/", blocking=False)
+    try:
+        serve.run(build(config), name=APP_NAME, route_prefix="/", blocking=False)
+    except RuntimeError as error:
+        raise ConfigError(f"the deployment failed: {_last_words() or error}") from error
     url = f"http://{host}:{port}"
     try:
         wait_until_healthy(url, timeout_s)
         yield url
     finally:
         serve.delete(APP_NAME)
+
+
+def _last_words() -> str:
+    """What the deployments of a failed application say, the last line of each."""
+    from ray import serve
+
+    application = serve.status().applications.get(APP_NAME)
+    deployments = application.deployments if application else {}
+    messages = (d.message.strip().splitlines() for d in deployments.values())
+    return "; ".join(lines[-1].strip() for lines in messages if lines)
 
 
 def wait_until_healthy(url: str, timeout_s: float) -> None:

@@ -23,20 +23,44 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> AppConfig:
     Raises:
         ConfigError: the file cannot be read, or a value is wrong; the message names each.
     """
-    args: dict[str, Any] = {}
-    if path is not None:
-        try:
-            document = yaml.safe_load(path.read_text())
-            args = dict(document["applications"][0].get("args") or {})
-        except (OSError, yaml.YAMLError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path} is no Serve configuration with an application: {error!r}") from None
-    engine = {**(args.get("engine") or {}), **_given(overrides.get("engine", {}))}
+    args = {} if path is None else dict(_read(path)["applications"][0].get("args") or {})
+    engine = args.get("engine") or {}
+    if isinstance(engine, dict):
+        engine = {**engine, **_given(overrides.get("engine", {}))}
     merged = {**args, **_given(overrides), "engine": engine}
     try:
         return AppConfig.model_validate(merged)
     except ValidationError as error:
-        lines = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(lines) from None
+        raise ConfigError("; ".join(map(_explain, error.errors()))) from None
+
+
+def load_address(path: Path | None, host: str | None, port: int | None) -> tuple[str, int]:
+    """Where to listen: as given, else as a serve.yaml's `http_options` say, else 127.0.0.1:8000."""
+    options = {} if path is None else _read(path).get("http_options") or {}
+    return str(host or options.get("host") or "127.0.0.1"), int(port or options.get("port") or 8000)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    try:
+        found = isinstance(document["applications"][0], dict)
+    except (KeyError, IndexError, TypeError):
+        found = False
+    if not found:
+        raise ConfigError(f"{path} is no Serve configuration: it has no applications")
+    return document
+
+
+def _explain(error: Any) -> str:
+    where = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        return f"unknown option {where}; known: {', '.join(sorted(AppConfig.model_fields))}"
+    return f"{where}: {error['msg'].removeprefix('Value error, ')}"
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
@@ -54,20 +78,26 @@ def serve(
     ] = None,
     replicas: Annotated[int | None, typer.Option(min=1, help="Model replicas (default 2).")] = None,
     policy: Annotated[str | None, typer.Option(help="cache_aware, least_load or round_robin.")] = None,
-    host: Annotated[str, typer.Option(help="Address; others than loopback need API keys.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    host: Annotated[
+        str | None, typer.Option(help="Address (default 127.0.0.1); others than loopback need API keys.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port (default 8000).")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Torch threads per replica.")] = None,
     blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks per replica.")] = None,
     config: Annotated[Path | None, typer.Option(help="A serve.yaml; the other options override it.")] = None,
 ) -> None:
     """Serve the endpoint on this machine until Ctrl-C."""
+    from router.app import check
+
     overrides: dict[str, Any] = {"model": model, "replicas": replicas, "policy": policy}
     overrides["engine"] = {"threads": threads, "num_blocks": blocks}
     settings = load_config(config, overrides)
     if settings.engine.get("threads") is None:
         engine = {**settings.engine, "threads": default_threads(settings.replicas)}
         settings = settings.model_copy(update={"engine": engine})
+    host, port = load_address(config, host, port)
     check_endpoint(settings, host, port)
+    check(settings)
     typer.echo(f"starting {settings.replicas} replicas of {settings.model} ...")
     with local_ray(settings.replicas * settings.replica_cpus), deployed(settings, host, port) as url:
         typer.echo(f"{url}/v1 is up (policy {settings.policy}); Ctrl-C ends it")

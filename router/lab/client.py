@@ -120,7 +120,10 @@ class Client:
         models = _listed(response)
         if name is None and not models:
             raise TargetError(f"{url} lists no model; name one with --model")
-        name = models[0]["id"] if name is None else name
+        served = [model["id"] for model in models]
+        if name is not None and served and name not in served:
+            raise TargetError(f"{self._target.root} serves {', '.join(served[:8])}, not {name}")
+        name = served[0] if name is None else name
         entry = next((model for model in models if model["id"] == name), {})
         return ServedModel(name, _count(entry.get("max_model_len")))
 

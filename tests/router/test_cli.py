@@ -33,7 +33,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
         ("applications: [{args: {replicas: 0}}]", "replicas"),
         ("applications: [{args: {api_keys: {plain-key: me}}}]", "SHA-256"),
         ("applications: [{args: {cluster_secret: abc}}]", "cluster_secret"),
-        ("applications: {", "no Serve configuration"),
+        ("applications: {", "is no YAML"),
         ("just text", "no Serve configuration"),
     ],
 )
