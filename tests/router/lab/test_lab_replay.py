@@ -66,9 +66,14 @@ class TestWhatIsSent:
     @pytest.mark.parametrize("key", ["secret", "gehöört"])
     def test_key_and_model(self, endpoint, key):
         endpoint.api_key = key
-        report = run(endpoint, [chat("a")], target=Target(endpoint.url, "other", key))
+        report = run(endpoint, [chat("a")], target=Target(endpoint.url, "tiny", key))
         assert report.errors == {}
-        assert endpoint.bodies[0]["model"] == "other"
+        assert endpoint.bodies[0]["model"] == "tiny"
+
+    def test_a_model_that_is_not_served_is_said_before_anything_is_sent(self, endpoint):
+        with pytest.raises(TargetError, match="serves tiny, not other"):
+            run(endpoint, [chat("a")], target=Target(endpoint.url, "other"))
+        assert endpoint.bodies == []
 
     def test_lone_surrogates_reach_the_endpoint_as_escapes(self, endpoint):
         endpoint.fault = lambda body, number: "400"  # what becomes of them is the endpoint's decision
