@@ -12,6 +12,7 @@ Ray Serve pickles `TargetRouter` by value: keep module state out of this file (s
 """
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -82,7 +83,7 @@ class ServeTransport:
 
     async def generate(self, replica_id: str, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Stream the chunks of one request. Closing the iterator cancels the request on the replica."""
-        response: Any = self._generate.remote({**request, "target": replica_id})
+        response: Any = _call(self._generate, {**request, "target": replica_id})
         try:
             async for chunk in response:
                 yield chunk
@@ -97,7 +98,7 @@ class ServeTransport:
         Raises:
             ReplicaLost: the replica died, did not answer in time, or another one answered for it.
         """
-        response = self._poll.remote({**request, "target": replica_id})
+        response = _call(self._poll, {**request, "target": replica_id})
         try:
             answer = await asyncio.wait_for(_result(response), timeout_s)
         except (*_FAILURES, asyncio.TimeoutError) as error:
@@ -114,12 +115,21 @@ class ServeTransport:
             ReplicaLost: no replica answered within `timeout_s` seconds.
         """
         request = {"v": 1, "target": None, "epoch": None, "seq": 0, "timeout_s": 0.0}
-        response = self._poll.remote(request)
+        response = _call(self._poll, request)
         try:
             await asyncio.wait_for(_result(response), timeout_s)
         except (*_FAILURES, asyncio.TimeoutError) as error:
             response.cancel()
             raise ReplicaLost("any", describe(error)) from error
+
+
+def _call(handle: DeploymentHandle, request: dict[str, Any]) -> Any:
+    """A call through a handle that belongs to no HTTP request.
+
+    Serve gives all calls that one HTTP request makes the same id, and its request router knows only the first
+    of those that wait at the same time; the others would wait for ever, and with them its routing tasks.
+    """
+    return contextvars.Context().run(handle.remote, request)
 
 
 def _upstream(replica_id: str, error: BaseException) -> UpstreamError:

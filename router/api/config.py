@@ -25,7 +25,7 @@ class ApiConfig:
 
     model_names: tuple[str, ...]
     api_keys: Mapping[str, str] = field(default_factory=dict)
-    max_body_bytes: int = 16 << 20
+    max_body_bytes: int = 2 << 20
     body_timeout_s: float = 60.0
     max_choices: int = 128
     prompt_window: int = 16

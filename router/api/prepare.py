@@ -1,5 +1,6 @@
 """From a checked body to `PreparedRequest`s: tokens, sampling, namespace parts."""
 
+import json
 import uuid
 from collections.abc import Callable
 from functools import partial
@@ -88,7 +89,7 @@ class Preparer:
 
     async def _encode_chat(self, body: ChatBody | TokenizeBody) -> TokenIds:
         messages = check_messages(body.messages or [])
-        size = content_size(messages)
+        size = content_size(messages) + (len(json.dumps(body.tools)) if body.tools else 0)
         if isinstance(body, ChatBody):
             self._check_size(size, "messages")
         call = partial(

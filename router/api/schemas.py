@@ -71,7 +71,7 @@ class GenerationBody(_Body):
     # Beyond OpenAI's
     top_k: int | None = Field(None, ge=-1, lt=_INT64)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0, lt=_INT64)
     stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOP_IDS)

@@ -205,3 +205,28 @@ def test_health_is_answered_while_a_long_prefill_runs(endpoint) -> None:
             return slowest
 
     assert asyncio.run(busy()) < 2.0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_many_prompts_in_one_request_are_all_answered(endpoint, stream: bool) -> None:
+    request = {
+        "model": MODEL,
+        "prompt": [f"{uuid.uuid4()} says" for _ in range(12)],
+        "max_tokens": 2,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": stream,
+        "stream_options": {"include_usage": True} if stream else None,
+    }
+    with endpoint.client() as http:
+        answer = http.post("/v1/completions", json=request)
+    assert answer.status_code == 200, answer.text
+    if stream:
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        assert {choice["index"] for event in events for choice in event["choices"]} == set(range(12))
+        usage = events[-1]["usage"]
+    else:
+        assert [choice["index"] for choice in answer.json()["choices"]] == list(range(12))
+        usage = answer.json()["usage"]
+    assert usage["completion_tokens"] == 24
+    endpoint.wait_for(lambda: quiet(endpoint), 5, "quiet after the prompts")
