@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 class SyncSettings:
     """Times of the long poll, in seconds."""
 
-    hold_s: float = 2.0
-    """How long a replica may hold a poll when nothing changes."""
+    hold_s: float = 0.5
+    """How long a replica may hold a poll when its cache does not change; its load is at most this old."""
     grace_s: float = 5.0
     """How long after `hold_s` a silent replica counts as lost."""
     min_interval_s: float = 0.05
