@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from replica.build import build_engine
 from replica.config import EngineConfig
-from replica.errors import ModelError
+from replica.errors import OfflineError
 from replica.models import load_tokenizer
 
 
@@ -172,7 +172,7 @@ def test_the_real_model_gives_the_same_answers_however_it_is_served(ask, run_all
         engine = build_engine(
             EngineConfig(num_blocks=256, max_batch_tokens=96, max_num_seqs=6, hash_secret=b"s")
         )
-    except ModelError as error:
+    except OfflineError as error:
         pytest.skip(str(error))
     some = prompts(50, vocab)
     alone = []
