@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import InvalidRequest, WireError
-from kvcore.events import BlocksRemoved, BlocksStored, Cleared, Event, EventLog, Snapshot
+from kvcore.events import BlocksRemoved, BlocksStored, Cleared, Event, EventLog
 from kvcore.filters import CountingFilter, FilterGeometry, column_digest, odd_rows
+from kvcore.snapshot import Snapshot
 from kvcore.wire import pack, take, take_array, take_word, unpack
 
 __all__ = ["CountingFilter", "FilterGeometry", "FingerprintFeed", "FingerprintUpdate", "column_digest"]

@@ -86,16 +86,16 @@ def test_hits_do_not_count_as_available(make_cache, ns, run):
     cache.check()
 
 
-def test_a_failed_claim_changes_nothing(make_cache, ns, run, clock):
+def test_a_failed_claim_changes_nothing(make_cache, ns, run, victims):
     cache = make_cache(num_blocks=4)
     run(cache, range(8), ns)
     run(cache, range(50, 54), ns)
-    before, order, seq_before = cache.stats(), cache._order.ids().tolist(), cache.seq
+    before, order, seq_before = cache.stats(), victims(cache), cache.seq
     with pytest.raises(OutOfBlocks):
         cache.claim(span(0, 40), ns)
     with pytest.raises(OutOfBlocks):
         cache.claim(span(0, 40), Namespace("new"))
-    assert (cache.stats(), cache._order.ids().tolist(), cache.seq) == (before, order, seq_before)
+    assert (cache.stats(), victims(cache), cache.seq) == (before, order, seq_before)
     cache.check()
 
 
@@ -350,31 +350,31 @@ def test_a_large_pool_filled_and_replaced(ns):
 
 
 def break_refs(cache):
-    cache._pool.refs[1] += 1
+    cache._state.pool.blocks["refs"][1] += 1
 
 
 def break_state(cache):
-    cache._pool.state[1] = 0
+    cache._state.pool.blocks["state"][1] = 0
 
 
 def break_parent(cache):
-    cache._pool.parents[1] = 5
+    cache._state.pool.blocks["parent"][1] = 5
 
 
 def break_hash(cache):
-    cache._pool.hashes[1] ^= np.uint64(1)
+    cache._state.pool.blocks["hash"][1] ^= np.uint64(1)
 
 
-def break_order(cache):
-    cache._order.discard(np.array([1]))
+def break_leaf(cache):
+    cache._state.pool.state["leaves"] = 0
 
 
 def break_children(cache):
-    cache._resident.children._only[1] = -1
+    cache._state.pool.blocks["child"][1] = -1
 
 
 @pytest.mark.parametrize(
-    "damage", [break_refs, break_state, break_parent, break_hash, break_order, break_children]
+    "damage", [break_refs, break_state, break_parent, break_hash, break_leaf, break_children]
 )
 def test_check_names_the_first_wrong_block(cache, ns, run, damage):
     run(cache, range(12), ns)

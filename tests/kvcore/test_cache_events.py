@@ -6,7 +6,8 @@ import pytest
 
 from kvcore.cache import PrefixCache
 from kvcore.errors import InvalidRequest, WireError
-from kvcore.events import BlocksRemoved, BlocksStored, Cleared, EventBatch, EventLog, Residency, Snapshot
+from kvcore.events import BlocksRemoved, BlocksStored, Cleared, EventBatch, EventLog
+from kvcore.snapshot import Snapshot
 from kvcore.hashing import PrefixHasher
 from kvcore.namespace import Namespace
 
@@ -95,7 +96,7 @@ def test_the_log_is_bounded_by_hashes_not_events():
     assert [event.seq for event in log.since(1, 51)] == [52]
 
 
-def test_snapshot_plus_events_equals_events_from_the_start(make_cache, ns, run):
+def test_snapshot_plus_events_equals_events_from_the_start(make_cache, ns, run, residency):
     cache = make_cache(num_blocks=6)
     other = Namespace("m", salt="s")
     run(cache, range(12), ns)
@@ -105,12 +106,12 @@ def test_snapshot_plus_events_equals_events_from_the_start(make_cache, ns, run):
     run(cache, range(70, 78), other)
     cache.clear(ns)
     run(cache, range(12), ns)
-    late, full = Residency(), Residency(epoch=77)
+    late, full = residency(), residency(epoch=77)
     late.load(middle)
     for follower in (late, full):
         for event in cache.events.since(follower.epoch, follower.seq):
             follower.apply(event)
-    now = Residency()
+    now = residency()
     now.load(cache.snapshot())
     assert late == full == now
     assert len(now.blocks) == cache.stats().published
@@ -119,9 +120,9 @@ def test_snapshot_plus_events_equals_events_from_the_start(make_cache, ns, run):
     assert {a: (digest, None), b: (digest, a), c: (digest, b)}.items() <= now.blocks.items()
 
 
-def test_a_follower_refuses_events_out_of_order():
+def test_a_follower_refuses_events_out_of_order(residency):
     with pytest.raises(InvalidRequest):
-        Residency(epoch=1, seq=3).apply(Cleared(5))
+        residency(epoch=1, seq=3).apply(Cleared(5))
 
 
 def test_age_and_free_share_travel_with_the_events(make_cache, ns, run, clock):

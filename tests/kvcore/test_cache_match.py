@@ -291,6 +291,6 @@ def test_namespaces_are_forgotten_with_their_last_block(make_cache, run):
     cache = make_cache(num_blocks=4)
     for salt in range(50):
         run(cache, range(9), Namespace("m", salt=salt))
-    assert len(cache._resident.spaces) == 2  # 4 blocks of 2 published each
+    assert len(cache._state.spaces) == 2  # 4 blocks of 2 published each
     cache.clear()
-    assert len(cache._resident.spaces) == 0
+    assert len(cache._state.spaces) == 0

@@ -32,6 +32,7 @@ def plain(hasher, tokens, size, root):
         return int(splitmix64(np.array([z & MASK], dtype=np.uint64))[0])
 
     add, mul, step = hasher._constants(size)
+    step = int(step)
     total, hashes = 0, []
     for k in range(len(tokens) // size):
         content = 0
