@@ -49,6 +49,7 @@ STATE = np.dtype(
         ("leaves", np.int64),  # entries of the heap, stale ones included
         ("unused_space", np.int64),  # list of namespaces that have just lost their last user
         ("policy", np.int64),
+        ("id_mask", np.int64),  # bits of a table entry that are a block id plus 1
         ("started_at", np.float64),
         ("evictions", np.int64),
         ("lifetime_s", np.float64),  # sums over evicted blocks
@@ -65,7 +66,7 @@ class Pool(NamedTuple):
 
     blocks: np.ndarray  # BLOCK[N]
     tokens: np.ndarray  # int32[N, block_size], of CACHED blocks
-    slots: np.ndarray  # int32[M]: the hash table, block ids or -1
+    slots: np.ndarray  # uint32[buckets, 16]: the hash table, see `kvcore.index`
     spaces: np.ndarray  # SPACE[namespaces]
     heap: np.ndarray  # LEAF[capacity]: blocks that can be evicted, next victim first
     ghosts: np.ndarray  # GHOST[G]: blocks evicted lately, by hash
@@ -77,8 +78,8 @@ class Pool(NamedTuple):
         return sum(array.nbytes for array in self)
 
 
-def make_pool(num_blocks: int, block_size: int, policy: int, now: float) -> Pool:
-    """A pool whose blocks are all free. Raises `InvalidRequest` for sizes that are out of range."""
+def make_pool(num_blocks: int, block_size: int, slots: np.ndarray, policy: int, now: float) -> Pool:
+    """A pool whose blocks are all free, with an empty hash table. Raises `InvalidRequest` for sizes that are out of range."""
     if not 1 <= num_blocks < 1 << 30:
         raise InvalidRequest(f"num_blocks must be 1..2^30-1, not {num_blocks}")
     if block_size < 1:
@@ -88,13 +89,14 @@ def make_pool(num_blocks: int, block_size: int, policy: int, now: float) -> Pool
     blocks["left"][-1] = -1
     state["free"], state["unused_space"] = num_blocks, -1
     state["policy"], state["started_at"] = policy, now
+    state["id_mask"] = (1 << num_blocks.bit_length()) - 1
     return Pool(
         blocks=blocks,
         tokens=np.zeros((num_blocks, block_size), np.int32),
-        slots=np.full(num_blocks + num_blocks * 2 // 5 + 8, -1, np.int32),
+        slots=slots,
         spaces=np.zeros(8, SPACE),
         heap=np.zeros(64, LEAF),
-        ghosts=np.zeros(num_blocks // 4 + 1, GHOST),
+        ghosts=np.zeros(num_blocks // 5 + 1, GHOST),
         state=state,
     )
 

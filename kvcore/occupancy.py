@@ -13,6 +13,7 @@ from kvcore import eviction, holding
 from kvcore.blocks import CACHED, DEAD, BlockIds, make_pool
 from kvcore.errors import InvalidRequest, OutOfBlocks
 from kvcore.events import EventLog
+from kvcore.index import make_slots
 from kvcore.lease import BlockCopy, Lease
 from kvcore.retention import Retentions
 from kvcore.spaces import Spaces
@@ -35,7 +36,8 @@ class Occupancy:
             raise InvalidRequest(f"unknown eviction policy {policy!r}; known: {known}")
         self._clock = clock
         self._now = clock()
-        self.pool = make_pool(num_blocks, block_size, eviction.POLICIES[policy], self._now)
+        slots = make_slots(num_blocks)
+        self.pool = make_pool(num_blocks, block_size, slots, eviction.POLICIES[policy], self._now)
         self.spaces = Spaces()
         self.leases: set[Lease] = set()
         self.counters = Counters()

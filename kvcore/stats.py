@@ -28,7 +28,7 @@ class CacheStats(Counters):
 
     `evictions` counts blocks evicted to make room; `lifetime_s` is the time from their storing to the
     eviction, `idle_s` from their last use to it, summed over them. `regrets` of them were asked for again
-    (those that are remembered: about the latest quarter of a pool), `regret_s` after their eviction, summed.
+    (those that are remembered: about the latest fifth of a pool), `regret_s` after their eviction, summed.
     """
 
     num_blocks: int = 0
