@@ -58,7 +58,7 @@ def explain(
         return because("uncommitted")
     evicted_at = holding.evicted_at(pool, key)
     if evicted_at > 0:
-        return because("evicted", round(state.tick() - evicted_at, 3))
+        return because("evicted", max(round(state.tick() - evicted_at, 3), 0.0))
     for digest, other in state.spaces:
         if other != space:
             key = hasher.block_hashes(tokens[:end], size, hasher.root_of(digest))[-1]

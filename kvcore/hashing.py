@@ -53,9 +53,8 @@ def as_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
 
 
 def plain(array: npt.NDArray) -> npt.NDArray:
-    """The array, or a contiguous copy that may be written to: the one kind that compiled code is made for."""
-    flags = array.flags
-    return array if flags.c_contiguous and flags.writeable else array.copy()
+    """The array, or a copy that is contiguous, aligned and writable: the kind compiled code is made for."""
+    return array if array.flags.carray else array.copy()
 
 
 class PrefixHasher:
@@ -144,11 +143,11 @@ class PrefixChain:
 
         Raises `InvalidRequest` when `tokens` is no whole number of blocks.
         """
-        size = len(self._add)
+        size, tokens = len(self._add), as_tokens(tokens)
         count, rest = divmod(len(tokens), size)
         if rest:
             raise InvalidRequest(f"{len(tokens)} tokens are no whole number of blocks of {size}")
-        tokens, hashes = plain(tokens), np.empty(count, dtype=np.uint64)
+        hashes = np.empty(count, dtype=np.uint64)
         place = np.uint64(self._length + 1)
         self._sum = np.uint64(_extend(tokens, self._add, self._mul, self._step, place, self._sum, hashes))
         self._length += count

@@ -47,9 +47,11 @@ def unpin(pool: Pool, block: int) -> bool:
 def pin_hit(
     pool: Pool, tokens: Tokens, hashes: Hashes, space: int, table: BlockIds
 ) -> tuple[int, int, int]:
-    """Find the hit as in `match.find` and hold its full blocks, not yet the block to copy from."""
+    """Find the hit as in `match.find` and hold its full blocks and the block to copy from."""
     depth, source, common = find(pool, tokens, hashes, space, table)
     pin_all(pool, table[:depth])
+    if source >= 0:
+        pin(pool, source)
     return depth, source, common
 
 

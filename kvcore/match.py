@@ -82,7 +82,7 @@ def find(
 
     At least the last token is left over. Tokens of a `space` of -1, which nobody uses, hit nothing.
     """
-    if space < 0:
+    if space < 0 or space >= len(pool.spaces):  # a probe may know the number of a namespace just entered
         return 0, -1, 0
     most, size = len(tokens) - 1, pool.tokens.shape[1]
     depth = match(pool, tokens, hashes[: most // size], space, table)

@@ -65,8 +65,8 @@ class Occupancy:
         return round(max(self._clock() - float(self.pool.blocks["used_at"][victim]), 0.0), 6)
 
     def pin_hit(self, lease: Lease) -> Hit:
-        """Hold the full blocks of the longest cached prefix: their number, a block to copy from or -1, and
-        how many of its tokens."""
+        """Hold the longest cached prefix: the number of its full blocks, a block to copy from or -1, and how
+        many of its tokens."""
         space = self.spaces.find(lease.namespace.digest())
         hashes = lease.hashes_to(len(lease) // self._block_size)
         return holding.pin_hit(self.pool, lease.tokens, hashes, space, lease.blocks)
@@ -74,15 +74,13 @@ class Occupancy:
     def admit(self, lease: Lease, hit: Hit) -> None:
         """Take the blocks that a pinned hit lacks; or let go of the hit and raise `OutOfBlocks`."""
         depth, source, common = hit
-        need, available = len(lease.blocks) - depth, self.available
-        if need > available:
-            self.pool = eviction.roomy(self.pool, depth)
-            holding.unpin_hit(self.pool, lease.blocks[:depth])
+        need = len(lease.blocks) - depth
+        if source >= 0 and need > self.available:  # the partial end is not worth failing for
+            self._unpin(np.array([source], dtype=np.int32))
+            source, common = -1, 0
+        if need > (available := self.available):
+            self._unpin(lease.blocks[:depth])
             raise OutOfBlocks(need, available)
-        if source >= 0 and need > available - int(self.pool.blocks["refs"][source] == 0):
-            source, common = -1, 0  # the partial end is not worth failing for
-        if source >= 0:
-            holding.pin(self.pool, source)
         lease.space, self.pool = self.spaces.enter(self.pool, lease.namespace.digest())
         self.pool.spaces["users"][lease.space] += 1
         self.leases.add(lease)
@@ -123,7 +121,7 @@ class Occupancy:
         )
         new = lease.published - fresh
         if new:
-            above = int(hashes[fresh - 1]) if fresh else None
+            above = int(self.pool.blocks["hash"][lease.blocks[fresh - 1]]) if fresh else None
             digest = self.spaces.digest(lease.space)
             self._events.stored(hashes[fresh : lease.published].copy(), above, digest)
         self._retain(lease, start, lease.published)
@@ -180,6 +178,11 @@ class Occupancy:
         held = np.count_nonzero((blocks["state"] == DEAD) & ((space < 0) | (blocks["space"] == space)))
         self.spaces.forget_unused(self.pool)
         return int(held)
+
+    def _unpin(self, table: BlockIds) -> None:
+        """Let go of a hit that was not used."""
+        self.pool = eviction.roomy(self.pool, len(table))
+        holding.unpin_hit(self.pool, table)
 
     def _take(self, table: BlockIds) -> None:
         """Fill a part of a block table with blocks for its own use; there are enough."""

@@ -45,7 +45,9 @@ class Spaces:
                 space = len(self._digests)
                 self._digests.append(b"")
                 if space == len(pool.spaces):
-                    pool = pool._replace(spaces=np.concatenate((pool.spaces, np.zeros_like(pool.spaces))))
+                    larger = np.concatenate((pool.spaces, np.zeros_like(pool.spaces)))
+                    pool.spaces["child"] = -1  # a probe that still reads the old array finds no stale tree
+                    pool = pool._replace(spaces=larger)
             self._digests[space] = digest
             self._numbers[digest] = space
             pool.spaces[space] = (0, -1, -1)
