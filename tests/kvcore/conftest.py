@@ -1,6 +1,8 @@
 """A tiny cache with a clock that the test turns, and prompts that are easy to read."""
 
+import importlib.util
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -106,3 +108,18 @@ def next_victims(cache):
 @pytest.fixture(scope="session")
 def victims():
     return next_victims
+
+
+def load(name):
+    """A helper module beside this file: tests are imported one by one, so they cannot import each other."""
+    spec = importlib.util.spec_from_file_location(f"kvcore_{name}", Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def make_harness():
+    """A cache and its naive twin, side by side: see `harness.py` and `twin.py`."""
+    harness, tools = load("harness"), (load("twin"), Residency, next_victims)
+    return lambda *args, **options: harness.Harness(tools, *args, **options)
