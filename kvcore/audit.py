@@ -76,11 +76,10 @@ def _check_tree(pool: Pool) -> None:
         assert index.find(pool, facts["hash"][block]) == block, f"block {block}: not found under its hash"
         if parent >= 0:
             assert facts["state"][parent] == CACHED, f"block {block}: its parent {parent} is not cached"
-            assert facts["space"][parent] == facts["space"][block], f"block {block}: parent of another space"
             held = facts["refs"][parent] >= (facts["refs"][block] > 0)
             assert held, f"block {block}: held, its parent {parent} is not"
         else:
-            assert parent == -1 - facts["space"][block], f"block {block}: below the root of another space"
+            assert pool.spaces["users"][-1 - parent] > 0, f"block {block}: in a namespace that nobody uses"
         expected.setdefault(parent, []).append(block)
     for parent, blocks in expected.items():
         found = _children(pool, tree.first_child(pool, parent))
@@ -89,16 +88,18 @@ def _check_tree(pool: Pool) -> None:
 
 
 def _check_leaves(pool: Pool) -> None:
-    """Every block that can go has a valid entry in the heap, and the heap is one."""
-    heap = pool.heap[: int(pool.state["leaves"][0])]
-    keys = [(entry["level"], entry["rank"]) for entry in heap]
-    for i in range(1, len(keys)):
-        assert keys[(i - 1) // 2] <= keys[i], f"entry {i} of the heap is before its parent"
-    entries = {(int(e["block"]), float(e["rank"]), int(e["level"])) for e in heap}
+    """Every block that can go has a valid entry in its heap, and each heap is one."""
+    entries = set()
+    for heap, count in enumerate(pool.habits["leaves"].tolist()):
+        keys = pool.heaps[heap, :count][["level", "rank"]].tolist()
+        for i in range(1, count):
+            assert keys[(i - 1) // 2] <= keys[i], f"entry {i} of heap {heap} is before its parent"
+        blocks = pool.heaps["block"][heap, :count].tolist()
+        entries |= {(heap, block, rank, level) for block, (level, rank) in zip(blocks, keys, strict=True)}
     for block in np.flatnonzero(pool.blocks["state"] == CACHED).tolist():
         if eviction.is_leaf(pool, block):
-            key = (block, float(eviction.rank(pool, block)), int(pool.blocks["level"][block]))
-            assert key in entries, f"block {block}: a leaf without its entry"
+            rank, level = eviction.rank(pool, block), int(pool.blocks["level"][block])
+            assert (eviction.heap_of(pool, block), block, rank, level) in entries, f"block {block}: a leaf without its entry"
 
 
 def _check_lease(pool: Pool, lease: Lease) -> None:
@@ -120,9 +121,10 @@ def _check_lease(pool: Pool, lease: Lease) -> None:
 
 
 def _check_spaces(state: Occupancy) -> None:
-    """Namespaces are known exactly as long as blocks or leases use them."""
+    """Namespaces are known exactly as long as first blocks or leases use them."""
     blocks = state.pool.blocks
-    users = Counter(blocks["space"][blocks["state"] == CACHED].tolist())
+    roots = blocks["parent"][(blocks["state"] == CACHED) & (blocks["parent"] < 0)]
+    users = Counter((-1 - roots).tolist())
     users.update(lease.space for lease in state.leases)
     assert len(state.spaces) == len(users), f"{len(state.spaces)} namespaces known, {len(users)} used"
     for digest, space in state.spaces:

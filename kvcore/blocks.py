@@ -18,15 +18,13 @@ DEFAULT_LEVEL = 35
 
 BlockIds = npt.NDArray[np.int32]
 
-# 48 bytes. Valid for CACHED blocks only: hash, parent, space, child, left, right, used_at, stored_at, uses,
-# level. A first block of a prompt has parent `-1 - space`: the root of its namespace.
+# 40 bytes. Valid for CACHED blocks only: hash, used_at, parent, child, left, right, uses, level. A first block of
+# a prompt has parent `-1 - space`: the root of its namespace.
 BLOCK = np.dtype(
     [
         ("hash", np.uint64),
         ("used_at", np.float64),  # clock (s) when the last holder left
-        ("stored_at", np.float32),  # seconds since the pool was made
         ("parent", np.int32),
-        ("space", np.int32),  # number of its namespace
         ("refs", np.int32),  # holders
         ("child", np.int32),  # root of the search tree of its children, or -1
         ("left", np.int32),  # its place in the search tree of its siblings; `left` also links free blocks
@@ -39,6 +37,15 @@ BLOCK = np.dtype(
 )
 SPACE = np.dtype([("users", np.int64), ("child", np.int32), ("next_unused", np.int32)], align=True)
 LEAF = np.dtype([("rank", np.float64), ("block", np.int32), ("level", np.int32)], align=True)
+HABIT = np.dtype(
+    [
+        ("leaves", np.int64),  # entries of the class's heap, stale ones included
+        ("uses", np.float64),  # uses that made blocks members of this class
+        ("again", np.float64),  # those that another use followed
+        ("bonus", np.float64),  # seconds by which members count as used later than they were
+    ],
+    align=True,
+)
 GHOST = np.dtype([("tag", np.uint32), ("evicted_at", np.float32)], align=True)
 STATE = np.dtype(
     [
@@ -46,19 +53,23 @@ STATE = np.dtype(
         ("free", np.int64),
         ("idle", np.int64),  # CACHED without a holder
         ("published", np.int64),
-        ("leaves", np.int64),  # entries of the heap, stale ones included
         ("unused_space", np.int64),  # list of namespaces that have just lost their last user
         ("policy", np.int64),
         ("id_mask", np.int64),  # bits of a table entry that are a block id plus 1
         ("started_at", np.float64),
         ("evictions", np.int64),
-        ("lifetime_s", np.float64),  # sums over evicted blocks
-        ("idle_s", np.float64),
+        ("idle_s", np.float64),  # sum over evicted blocks
         ("regrets", np.int64),
         ("regret_s", np.float64),
+        ("gap_s", np.float64),  # sums over the idle times that ended in another use, of them and their squares
+        ("gap_s2", np.float64),
+        ("age_s", np.float64),  # idle time of victims, smoothed
+        ("published_at", np.float64),  # when `published` changed last
+        ("block_seconds", np.float64),  # time that blocks have been published, summed, up to then
     ],
     align=True,
 )
+CLASSES = 3
 
 
 class Pool(NamedTuple):
@@ -68,8 +79,9 @@ class Pool(NamedTuple):
     tokens: np.ndarray  # int32[N, block_size], of CACHED blocks
     slots: np.ndarray  # uint32[buckets, 16]: the hash table, see `kvcore.index`
     spaces: np.ndarray  # SPACE[namespaces]
-    heap: np.ndarray  # LEAF[capacity]: blocks that can be evicted, next victim first
-    ghosts: np.ndarray  # GHOST[G]: blocks evicted lately, by hash
+    heaps: np.ndarray  # LEAF[CLASSES, capacity]: blocks that can be evicted, next victim first
+    habits: np.ndarray  # HABIT[CLASSES]: how often blocks of a class are used again
+    ghosts: np.ndarray  # GHOST[sets, 4]: blocks evicted lately, by hash
     state: np.ndarray  # STATE[1]
 
     @property
@@ -89,16 +101,24 @@ def make_pool(num_blocks: int, block_size: int, slots: np.ndarray, policy: int, 
     blocks["left"][-1] = -1
     state["free"], state["unused_space"] = num_blocks, -1
     state["policy"], state["started_at"] = policy, now
+    state["published_at"] = now
     state["id_mask"] = (1 << num_blocks.bit_length()) - 1
     return Pool(
         blocks=blocks,
         tokens=np.zeros((num_blocks, block_size), np.int32),
         slots=slots,
         spaces=np.zeros(8, SPACE),
-        heap=np.zeros(64, LEAF),
-        ghosts=np.zeros(num_blocks // 5 + 1, GHOST),
+        heaps=np.zeros((CLASSES, 64), LEAF),
+        habits=np.zeros(CLASSES, HABIT),
+        ghosts=np.zeros((_num_ghosts(num_blocks, block_size) // 4 + 1, 4), GHOST),
         state=state,
     )
+
+
+def _num_ghosts(num_blocks: int, block_size: int) -> int:
+    """Two ghosts a block, and no more than 8 % of the memory of the blocks themselves."""
+    size = BLOCK.itemsize + 4 * block_size
+    return min(2 * num_blocks, num_blocks * size // (12 * GHOST.itemsize))
 
 
 @jit

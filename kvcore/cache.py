@@ -216,7 +216,7 @@ class PrefixCache:
         with self._lock:
             state, record = self._state, self._state.pool.state[0]
             free, cached = int(record["free"]), int(record["idle"])
-            sums = ("published", "evictions", "lifetime_s", "idle_s", "regrets", "regret_s")
+            sums = ("published", "evictions", "idle_s", "regrets", "regret_s", "block_seconds")
             return CacheStats(
                 num_blocks=self.num_blocks,
                 free=free,
@@ -231,7 +231,7 @@ class PrefixCache:
     def snapshot(self) -> Snapshot:
         """All visible blocks now, with the sequence number they belong to."""
         with self._lock:
-            return take_snapshot(self._state.pool, self._state.spaces, self.epoch, self.seq)
+            return take_snapshot(self._state, self.epoch, self.seq)
 
     def events_since(self, epoch: int | None, seq: int) -> EventBatch | None:
         """Events after `seq`, with eviction age and free share; None (gap, other epoch): take a snapshot."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvcore import holding, index, match
+from kvcore import habits, index, match
 from kvcore.hashing import PrefixHasher
 from kvcore.namespace import Namespace
 from kvcore.occupancy import Occupancy
@@ -56,7 +56,7 @@ def explain(
         for lease in state.leases
     ):  # fmt: skip
         return because("uncommitted")
-    evicted_at = holding.evicted_at(pool, key)
+    evicted_at = habits.evicted_at(pool, key)
     if evicted_at > 0:
         return because("evicted", max(round(state.tick() - evicted_at, 3), 0.0))
     for digest, other in state.spaces:

@@ -7,12 +7,10 @@ blocks to take and of room in the heap.
 import numpy as np
 import numpy.typing as npt
 
-from kvcore import eviction, index, tree
+from kvcore import eviction, habits, index, tree
 from kvcore.blocks import CACHED, DEAD, DEFAULT_LEVEL, PRIVATE, BlockIds, Pool, give_free, take_free
 from kvcore.jit import jit
 from kvcore.match import Hashes, Tokens, find, is_block_of
-
-_MOST_USES = 65_535
 
 
 @jit
@@ -65,28 +63,14 @@ def unpin_hit(pool: Pool, table: BlockIds) -> None:
 
 
 @jit
-def evicted_at(pool: Pool, key: np.uint64) -> float:
-    """When a block with this hash was evicted, on the cache's clock; 0 if that is not remembered."""
-    ghost = pool.ghosts[key % np.uint64(pool.ghosts.shape[0])]
-    if ghost.evicted_at > 0 and ghost.tag == key >> np.uint64(32):
-        return pool.state[0].started_at + ghost.evicted_at
-    return 0.0
-
-
-@jit
 def use_hit(pool: Pool, table: BlockIds, missing: Hashes, now: float) -> None:
-    """Count a use of each block of a hit, and what of the missing ones was evicted too early."""
+    """Count a use of each block of a hit that was just pinned, and which missing ones had been evicted."""
     for i in range(len(table)):
-        facts = pool.blocks[table[i]]
-        if facts.uses < _MOST_USES:
-            facts.uses += 1
-    state = pool.state[0]
+        block = np.int64(table[i])
+        alone = pool.blocks[block].refs == 1
+        habits.use(pool, block, now - pool.blocks[block].used_at if alone else 0.0)
     for i in range(len(missing)):
-        since = evicted_at(pool, missing[i])
-        if since > 0:
-            state.regrets += 1
-            state.regret_s += now - since
-            pool.ghosts[missing[i] % np.uint64(pool.ghosts.shape[0])].evicted_at = 0
+        habits.regret(pool, missing[i], now)
 
 
 @jit
@@ -96,6 +80,8 @@ def take(pool: Pool, table: BlockIds, now: float, evicted: Hashes) -> None:
     `evicted` uint64[len(table) - free] receives the hashes of evicted blocks, children before parents.
     """
     count = 0
+    if len(evicted) > 0:
+        habits.learn(pool)
     for i in range(len(table)):
         if pool.state[0].free > 0:
             table[i] = take_free(pool)
@@ -113,32 +99,30 @@ def release(pool: Pool, table: BlockIds, now: float) -> None:
         block = np.int64(table[i])
         if unpin(pool, block):
             if pool.blocks[block].state == CACHED:
-                pool.blocks[block].used_at = now
-                if pool.blocks[block].child < 0:
-                    eviction.push(pool, block)
+                eviction.idle(pool, block, now)
             else:
                 give_free(pool, block)
 
 
 @jit
 def _publish_one(
-    pool: Pool, block: int, key: np.uint64, tokens: Tokens, start: int, parent: int, space: int, now: float
+    pool: Pool, block: int, key: np.uint64, tokens: Tokens, start: int, parent: int, now: float
 ) -> None:
     facts = pool.blocks[block]
     facts.hash = key
     facts.parent = parent
-    facts.space = space
     facts.child = -1
-    facts.uses = 1
+    facts.used_at = now
     facts.level = DEFAULT_LEVEL
-    facts.stored_at = now - pool.state[0].started_at
     facts.state = CACHED
     for i in range(pool.tokens.shape[1]):
         pool.tokens[block, i] = tokens[start + i]
+    habits.begin(pool, block, now)
     index.insert(pool, block)
     tree.attach(pool, parent, block)
-    pool.state[0].published += 1
-    pool.spaces[space].users += 1
+    eviction.count_published(pool, 1, now)
+    if parent < 0:
+        pool.spaces[-1 - parent].users += 1
 
 
 @jit
@@ -155,14 +139,14 @@ def publish(
     for i in range(start, len(hashes)):
         own, twin = np.int64(table[i]), index.find(pool, hashes[i])
         if twin < 0:
-            _publish_one(pool, own, hashes[i], tokens, i * size, parent, space, now)
+            _publish_one(pool, own, hashes[i], tokens, i * size, parent, now)
             fresh = i if fresh < 0 else fresh
             twin = own
         elif not is_block_of(pool, twin, parent, tokens, i * size):
             return i, i if fresh < 0 else fresh
         elif twin != own:  # not what a forked sequence has published for both
             pin(pool, twin)
-            pool.blocks[twin].uses = min(np.int64(pool.blocks[twin].uses) + 1, _MOST_USES)
+            habits.use(pool, twin, 0.0)
             table[i] = twin
             if unpin(pool, own):
                 give_free(pool, own)
@@ -171,27 +155,44 @@ def publish(
 
 
 @jit
-def forget(pool: Pool, space: int) -> int:
+def find_owners(pool: Pool, owners: BlockIds) -> None:
+    """Write the number of each CACHED or DEAD block's namespace to `owners` int32[N], which holds -1."""
+    blocks = pool.blocks
+    for start in range(len(blocks)):
+        if blocks[start].state != CACHED and blocks[start].state != DEAD:
+            continue
+        top = np.int64(start)
+        while owners[top] < 0 and blocks[top].parent >= 0:
+            top = np.int64(blocks[top].parent)
+        space = owners[top] if owners[top] >= 0 else -1 - blocks[top].parent
+        block = np.int64(start)
+        while block >= 0 and owners[block] < 0:
+            owners[block] = space
+            block = np.int64(blocks[block].parent)
+
+
+@jit
+def forget(pool: Pool, owners: BlockIds, space: int, now: float) -> int:
     """Unpublish all blocks of a namespace, or of all (-1); held ones become DEAD. Returns how many went.
 
     The search trees go as a whole, so nothing is taken out of them one by one.
     """
     gone = 0
-    for block in range(pool.blocks.shape[0]):
+    for block in range(len(pool.blocks)):
         facts = pool.blocks[block]
-        if facts.state != CACHED or (space >= 0 and facts.space != space):
+        if facts.state != CACHED or (space >= 0 and owners[block] != space):
             continue
         gone += 1
         index.remove(pool, block)
-        pool.state[0].published -= 1
         if facts.parent < 0:
-            pool.spaces[facts.space].child = -1
-        eviction.leave_space(pool, np.int64(facts.space), 1)
+            pool.spaces[owners[block]].child = -1
+            eviction.leave_space(pool, np.int64(owners[block]))
         if facts.refs == 0:
             pool.state[0].idle -= 1
             give_free(pool, block)
         else:
             facts.state = DEAD
+    eviction.count_published(pool, -gone, now)
     return gone
 
 

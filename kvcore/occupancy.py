@@ -157,7 +157,7 @@ class Occupancy:
         self.leases.discard(lease)
         self.end_copy(lease)
         self.drop(lease.blocks)
-        eviction.leave_space(self.pool, lease.space, 1)
+        eviction.leave_space(self.pool, lease.space)
         self.spaces.forget_unused(self.pool)
 
     def clear(self, digest: bytes | None) -> int:
@@ -167,15 +167,14 @@ class Occupancy:
             return 0
         for lease in self.leases:
             lease.publishing &= digest is not None and lease.space != space
-        blocks = self.pool.blocks
-        ours = (blocks["state"] == CACHED) & ((space < 0) | (blocks["space"] == space))
-        hashes = blocks["hash"][ours]
-        self.counters.cleared += holding.forget(self.pool, space)
+        blocks, owners = self.pool.blocks, self.owners()
+        hashes = blocks["hash"][(blocks["state"] == CACHED) & ((space < 0) | (owners == space))]
+        self.counters.cleared += holding.forget(self.pool, owners, space, self.tick())
         if digest is None:
             self._events.cleared()
         elif len(hashes):
             self._events.removed(hashes, "cleared")
-        held = np.count_nonzero((blocks["state"] == DEAD) & ((space < 0) | (blocks["space"] == space)))
+        held = np.count_nonzero((blocks["state"] == DEAD) & ((space < 0) | (owners == space)))
         self.spaces.forget_unused(self.pool)
         return int(held)
 
@@ -183,6 +182,12 @@ class Occupancy:
         """Let go of a hit that was not used."""
         self.pool = eviction.roomy(self.pool, len(table))
         holding.unpin_hit(self.pool, table)
+
+    def owners(self) -> BlockIds:
+        """int32[N]: the number of the namespace of each CACHED or DEAD block, -1 for others."""
+        owners: BlockIds = np.full(len(self.pool.blocks), -1, dtype=np.int32)
+        holding.find_owners(self.pool, owners)
+        return owners
 
     def _take(self, table: BlockIds) -> None:
         """Fill a part of a block table with blocks for its own use; there are enough."""

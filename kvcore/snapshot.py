@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.blocks import CACHED, Pool
+from kvcore.blocks import CACHED
 from kvcore.errors import WireError
-from kvcore.spaces import Spaces
+from kvcore.occupancy import Occupancy
 from kvcore.wire import pack, take, take_array, take_word, unpack
 
 _VERSION = 1
@@ -58,17 +58,18 @@ class Snapshot:
         return cls(epoch, seq, hashes, parents, owners, names)
 
 
-def take_snapshot(pool: Pool, spaces: Spaces, epoch: int, seq: int) -> Snapshot:
+def take_snapshot(state: Occupancy, epoch: int, seq: int) -> Snapshot:
     """All published blocks, as of sequence number `seq`."""
-    ids = np.flatnonzero(pool.blocks["state"] == CACHED)
-    place = np.full(len(pool.blocks) + 1, -1, dtype=np.int32)  # the last one serves every root
+    blocks = state.pool.blocks
+    ids = np.flatnonzero(blocks["state"] == CACHED)
+    place = np.full(len(blocks) + 1, -1, dtype=np.int32)  # the last one serves every root
     place[ids] = np.arange(len(ids), dtype=np.int32)
-    numbers, owners = np.unique(pool.blocks["space"][ids], return_inverse=True)
+    numbers, owners = np.unique(state.owners()[ids], return_inverse=True)
     return Snapshot(
         epoch=epoch,
         seq=seq,
-        hashes=pool.blocks["hash"][ids],
-        parents=place[np.maximum(pool.blocks["parent"][ids], -1)],
+        hashes=blocks["hash"][ids],
+        parents=place[np.maximum(blocks["parent"][ids], -1)],
         owners=owners.astype(np.int32),
-        namespaces=tuple(spaces.digest(space) for space in numbers.tolist()),
+        namespaces=tuple(state.spaces.digest(number) for number in numbers.tolist()),
     )

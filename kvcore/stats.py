@@ -26,9 +26,10 @@ class CacheStats(Counters):
     leases; `published` counts all visible blocks, idle or held. `eviction_age_s` is how long the next victim
     has been idle, in seconds; None when nothing can be evicted.
 
-    `evictions` counts blocks evicted to make room; `lifetime_s` is the time from their storing to the
-    eviction, `idle_s` from their last use to it, summed over them. `regrets` of them were asked for again
-    (those that are remembered: about the latest fifth of a pool), `regret_s` after their eviction, summed.
+    `evictions` counts blocks evicted to make room, `idle_s` the time from their last use to that, summed over
+    them. `regrets` of them were asked for again (as far as ghosts remember), `regret_s` after their eviction,
+    summed. `block_seconds` is the time that blocks have been published, summed: divided by the number of
+    blocks that went, their mean lifetime.
     """
 
     num_blocks: int = 0
@@ -39,10 +40,10 @@ class CacheStats(Counters):
     leases: int = 0
     eviction_age_s: float | None = None
     evictions: int = 0
-    lifetime_s: float = 0.0
     idle_s: float = 0.0
     regrets: int = 0
     regret_s: float = 0.0
+    block_seconds: float = 0.0
 
     @property
     def free_share(self) -> float:
