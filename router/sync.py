@@ -1,9 +1,10 @@
 """Keeps `Placement` true: one long poll per replica carries cache changes and load to this router.
 
 Every router pulls for itself, so a router's state is a function of what the replicas published. A replica
-joins placement with its first answer (a full snapshot) and leaves it with the first failed poll or when
-Serve drops it; while Serve still lists it, the poll is tried again, and a replica that comes back is cold
-until its snapshot arrives.
+joins placement with its first answer (a full snapshot). When Serve drops it, it leaves, and what it still
+answers goes on: it may be shutting down in good order. A failed poll means more: the replica is lost, and so
+are the requests there. While Serve still lists it, the poll is tried again, and a replica that comes back is
+cold until its snapshot arrives.
 """
 
 import asyncio
@@ -32,7 +33,9 @@ class SyncSettings:
     hold_s: float = 0.5
     """How long a replica may hold a poll when its cache does not change; its load is at most this old."""
     grace_s: float = 5.0
-    """How long after `hold_s` a silent replica counts as lost."""
+    """How long after `hold_s` a silent replica counts as lost. It answers polls while the model computes."""
+    late_s: float = 1.0
+    """A poll that times out so much too late tells of this process, which was held up, not of the replica."""
     min_interval_s: float = 0.05
     """Pause between two polls of one replica; bounds the cost of a busy replica's stream of changes."""
     retry_min_s: float = 0.1
@@ -49,13 +52,18 @@ class FleetSync:
         placement: Placement,
         members: Membership,
         on_model: Callable[[dict[str, Any]], None],
+        on_lost: Callable[[str], None],
         settings: SyncSettings | None = None,
     ) -> None:
-        """`on_model` hears what each replica says about its model: digest, layout, block size, context."""
+        """`on_model` hears what each replica says about its model: digest, layout, block size, context.
+
+        `on_lost` hears of each failed poll, and must make the replica leave `placement`.
+        """
         self._transport = transport
         self._placement = placement
         self._members = members
         self._on_model = on_model
+        self._on_lost = on_lost
         self._settings = settings or SyncSettings()
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._stop_watch: Callable[[], None] | None = None
@@ -73,6 +81,7 @@ class FleetSync:
         if self._stop_watch is not None:
             self._stop_watch()
         tasks = [*self._followers.values(), *([self._connector] if self._connector else [])]
+        self._followers.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -98,11 +107,14 @@ class FleetSync:
             try:
                 answer = await self._transport.poll(replica_id, follower.request(), follower.timeout_s)
                 self._apply(follower, answer)
-            except (RouterError, WireError, KeyError) as error:
-                logger.warning("no word from replica %s: %s", replica_id, error)
-                self._placement.leave(replica_id)
-                await asyncio.sleep(follower.failed())
-                continue
+            except (RouterError, WireError, KeyError, asyncio.CancelledError) as error:
+                if self._followers.get(replica_id) is not asyncio.current_task():
+                    raise  # cancelled by us; any other cancellation is the poll's, and only its end
+                if time.monotonic() - started < follower.timeout_s + self._settings.late_s:
+                    logger.warning("no word from replica %s: %s", replica_id, error)
+                    self._on_lost(replica_id)
+                    await asyncio.sleep(follower.failed())
+                    continue
             spare = self._settings.min_interval_s - (time.monotonic() - started)
             await asyncio.sleep(max(0.0, spare))
 
