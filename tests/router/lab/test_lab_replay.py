@@ -233,6 +233,37 @@ class TestFaults:
         assert report.failed_entirely
         assert report.errors == {"http_503": 4}
 
+    def test_what_no_client_foresaw_fails_its_request_only(self, endpoint, caplog):
+        odd = Request(text="odd", max_tokens=float("nan"))
+        report = run(endpoint, [chat("a"), odd, chat("b")], concurrency=1)
+        assert (report.requests, report.errors) == (3, {"unexpected": 1})
+        assert report.notes[0].startswith("unexpected: ValueError(")
+        assert "request 1: unexpected error" in caplog.text
+
+    def test_an_endpoint_that_goes_away_leaves_a_report(self):
+        """After the first answer nobody listens any more."""
+        models = b'{"data": [{"id": "m"}]}'
+        end = b'{"choices": [{"text": "x", "finish_reason": "stop"}], "usage": {"prompt_tokens": 9}}'
+
+        async def answer(reader, writer):
+            head = await reader.readuntil(b"\r\n\r\n")
+            if head.startswith(b"POST"):
+                server.close()
+            body = models if head.startswith(b"GET") else b"data: %s\n\ndata: [DONE]\n\n" % end
+            writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + body)
+            await writer.drain()
+            writer.close()
+
+        async def scenario():
+            nonlocal server
+            server = await asyncio.start_server(answer, "127.0.0.1", 0)
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            return await replay([chat(str(n)) for n in range(3)], Target(url), ReplayOptions(concurrency=1))
+
+        server = None
+        report = asyncio.run(scenario())
+        assert (report.requests, report.errors, report.prompt_tokens) == (3, {"connect": 2}, 9)
+
     def test_a_connection_cut_in_the_middle(self, endpoint):
         """Headers promise more than the server sends before it closes the socket."""
 
