@@ -203,7 +203,7 @@ class Dispatcher:
 
     def _note_failure(self, error: UpstreamError, trail: _Trail, stream: Stream) -> None:
         """Return if the request may go elsewhere; raise otherwise."""
-        if isinstance(error, ReplicaLost) or error.code == "unavailable":
+        if error.code == "unavailable":  # ReplicaLost, too
             self._note_loss(error, trail, stream)
         elif error.code == "queue_full":
             trail.full.add(stream.replica_id)
