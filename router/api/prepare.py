@@ -5,6 +5,7 @@ All of this is computing, which takes seconds for the longest bodies; it knows o
 """
 
 import contextlib
+import json
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -81,7 +82,8 @@ class Preparer:
 
     def _encode_chat(self, body: ChatBody | TokenizeBody) -> TokenIds:
         messages = check_messages(body.messages or [])
-        self._check_fit(content_size(messages) // self._longest, "messages")
+        tools = json.dumps(body.tools, separators=(",", ":"), ensure_ascii=False) if body.tools else ""
+        self._check_fit((content_size(messages) + len(tools)) // self._longest, "messages")
         with _refusals("messages"):
             return self._codec.encode_chat(
                 messages,

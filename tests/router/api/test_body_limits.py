@@ -11,6 +11,7 @@ from router.api.errors import ApiError
 from router.api.pool import BodyPool
 from router.api.prepare import split_prompts
 
+TOO_LONG = "context_length_exceeded"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
@@ -49,20 +50,21 @@ def test_the_number_of_prompts_is_checked_before_their_shapes():
 @pytest.mark.parametrize(
     ("path", "body", "code"),
     [
-        ("/tokenize", {"prompt": "a" * 13 * 4096}, "context_length_exceeded"),
+        ("/tokenize", {"prompt": "a" * 13 * 4096}, TOO_LONG),
         (
             "/tokenize",
             {"messages": [{"role": "user", "content": "a" * 13 * 4096}]},
             "context_length_exceeded",
         ),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "tools": [{"x": "a" * 13 * 4096}]}, TOO_LONG),
         ("/detokenize", {"tokens": [5] * 4097}, "invalid_value"),
-        (TEXT, {"model": "tiny", "prompt": [5] * 4096}, "context_length_exceeded"),
+        (TEXT, {"model": "tiny", "prompt": [5] * 4096}, TOO_LONG),
     ],
 )
 async def test_what_cannot_fit_is_refused_unread(fleet, path, body, code):
     """The tiny model's context is 4,096 tokens, its longest token 13 bytes."""
     async with fleet.client() as client:
-        answer = await client.post(path, json=body)
+        answer = await client.post(path, json={"model": "tiny", **body})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
 
 
