@@ -18,7 +18,7 @@ from typing import Any
 
 from kvcore.errors import WireError
 from kvcore.fingerprint import FingerprintUpdate
-from router.errors import RouterError, UpstreamError
+from router.errors import ReplicaLost, RouterError, UpstreamError
 from router.membership import Membership
 from router.placement import Placement
 from router.ray_router import ServeTransport
@@ -81,7 +81,6 @@ class FleetSync:
         if self._stop_watch is not None:
             self._stop_watch()
         tasks = [*self._followers.values(), *([self._connector] if self._connector else [])]
-        self._followers.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -105,11 +104,8 @@ class FleetSync:
         while True:
             started = time.monotonic()
             try:
-                answer = await self._transport.poll(replica_id, follower.request(), follower.timeout_s)
-                self._apply(follower, answer)
-            except (RouterError, WireError, KeyError, asyncio.CancelledError) as error:
-                if self._followers.get(replica_id) is not asyncio.current_task():
-                    raise  # cancelled by us; any other cancellation is the poll's, and only its end
+                self._apply(follower, await self._poll(follower))
+            except (RouterError, WireError, KeyError, TypeError, ValueError) as error:  # lost, or nonsense
                 if time.monotonic() - started < follower.timeout_s + self._settings.late_s:
                     logger.warning("no word from replica %s: %s", replica_id, error)
                     self._on_lost(replica_id)
@@ -117,6 +113,19 @@ class FleetSync:
                     continue
             spare = self._settings.min_interval_s - (time.monotonic() - started)
             await asyncio.sleep(max(0.0, spare))
+
+    async def _poll(self, follower: "_Follower") -> dict[str, Any]:
+        # A task of its own, so that a cancellation from below is told from one of the follower itself.
+        replica_id = follower.replica_id
+        call = self._transport.poll(replica_id, follower.request(), follower.timeout_s)
+        poll = asyncio.create_task(call)
+        try:
+            await asyncio.wait({poll})
+        finally:
+            poll.cancel()
+        if poll.cancelled():
+            raise ReplicaLost(replica_id, "the poll was cancelled")
+        return poll.result()
 
     def _apply(self, follower: "_Follower", answer: dict[str, Any]) -> None:
         update = None if answer["update"] is None else FingerprintUpdate.decode(answer["update"])

@@ -11,6 +11,7 @@ from kvcore.cache import PrefixCache
 from kvcore.fingerprint import FilterGeometry, FingerprintFeed
 from kvcore.hashing import PrefixHasher
 from kvcore.namespace import Namespace
+from router.dispatch import ModelInfo
 from router.errors import ConfigError, ReplicaLost
 from router.membership import Membership
 from router.placement import Placement
@@ -49,6 +50,7 @@ class Fleet:
     def __init__(self) -> None:
         self.replicas: dict[str, Replica] = defaultdict(Replica)
         self.lost: list[str] = []
+        self.load: dict = {}
         self.model = {"digest": "d", "layout": "l", "block_size": BLOCK, "context_length": 99}
 
     async def connect(self, timeout_s: float) -> None:
@@ -70,7 +72,7 @@ class Fleet:
             raise fault
         if replica.dead:
             raise ReplicaLost(replica_id)
-        load = {"waiting": 0, "running": 0, "waiting_tokens": 0, "free": 64, "num_blocks": 64}
+        load = self.load or {"waiting": 0, "running": 0, "waiting_tokens": 0, "free": 64, "num_blocks": 64}
         wire = None if update is None else update.encode()
         return {"v": 1, "replica": replica_id, "update": wire, "load": load, "model": self.model}
 
@@ -208,6 +210,29 @@ async def test_a_poll_that_fails_because_this_process_was_held_up_loses_nobody(f
     replica.store(PROMPT)
     await until(lambda: hit(placement, PROMPT) == ("a", 40))
     assert fleet.lost == []
+
+
+@pytest.mark.parametrize(
+    ("model", "load"),
+    [
+        ({"digest": "d", "surprise": 1}, {}),
+        ("tiny", {}),
+        (None, {"waiting": "many"}),
+        (None, {"waiting": None}),
+    ],
+)
+async def test_a_replica_that_talks_nonsense_is_asked_again(fleet, start, model, load) -> None:
+    def hear(told: dict) -> None:
+        ModelInfo(**told)
+
+    _, placement, members = start(hear)
+    sound = fleet.model
+    fleet.model, fleet.load = model or sound, load
+    members.publish(frozenset({"a"}))
+    await until(lambda: len(fleet.lost) > 2)
+    assert placement.replica_ids == []
+    fleet.model, fleet.load = sound, {}
+    await until(lambda: placement.replica_ids == ["a"])
 
 
 async def test_stopping_ends_every_poll(fleet, start) -> None:
