@@ -37,8 +37,12 @@ def pull(name: _Name = SMOLLM2_135M.name) -> None:
         model = named(name)
         columns = (TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(name, total=None)
-            path = fetching.ensure(model, lambda done, total: bar.update(task, completed=done, total=total))
+            task = bar.add_task(name, total=None, visible=False)  # until there is something to fetch
+
+            def show(done: int, total: int) -> None:
+                bar.update(task, completed=done, total=total, visible=True)
+
+            path = fetching.ensure(model, show)
         fetching.verify(model)
     except ModelError as error:
         raise _failed(error) from error
@@ -55,5 +59,5 @@ def path(name: _Name = SMOLLM2_135M.name) -> None:
 
 
 def _failed(error: ModelError) -> typer.Exit:
-    typer.echo(f"error: {error}", err=True)
+    typer.secho(f"warmroute: {error}", fg="red", err=True)
     return typer.Exit(1)

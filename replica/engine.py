@@ -88,18 +88,19 @@ class Engine:
     def check(self, request: Request, arriving: int = 0) -> None:
         """Raise `InvalidRequest` or `QueueFull` if `add` would now, with `arriving` more sequences in line.
 
-        May be called from any thread.
+        Each of a request's n choices is a sequence of its own. May be called from any thread.
         """
         self._validate(request)
-        if len(self.scheduler.waiting) + arriving >= self.config.max_queue:
-            raise QueueFull(f"{self.config.max_queue} sequences are waiting already")
+        waiting = len(self.scheduler.waiting) + arriving
+        if waiting + request.sampling.n > self.config.max_queue:
+            raise QueueFull(f"{waiting} of at most {self.config.max_queue} sequences are waiting already")
 
     def add(self, request: Request) -> None:
         """Put a request in line.
 
         Raises:
             InvalidRequest: it can never be served: empty or too long a prompt, tokens the model does not
-                have, an adapter that is not loaded, an id that is in use.
+                have, more choices than may wait, an adapter that is not loaded, an id that is in use.
             QueueFull: too many sequences are waiting.
         """
         self.check(request)
@@ -180,6 +181,10 @@ class Engine:
             )
         if int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size:
             raise InvalidRequest(f"the prompt has token ids outside 0 ... {self.vocab_size - 1}")
+        if request.sampling.n > self.config.max_queue:
+            raise InvalidRequest(
+                f"n is {request.sampling.n}; at most {self.config.max_queue} choices can wait"
+            )
         if request.adapter is not None:
             raise InvalidRequest(f"adapter {request.adapter!r} is not loaded")
 

@@ -55,7 +55,7 @@ class Router:
             DispatchLimits(request_timeout_s=config.request_timeout_s),
         )
         members = membership(deployment_key(replica.app_name, replica.deployment_name))
-        self._sync = FleetSync(transport, placement, members, self._hear_model)
+        self._sync = FleetSync(transport, placement, members, self._hear_model, self._dispatcher.lose)
         self._sync.start()
         try:
             await asyncio.wait_for(self._sync.ready.wait(), _START_TIMEOUT_S)

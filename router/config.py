@@ -35,7 +35,7 @@ class AppConfig(BaseModel):
     max_inflight_per_replica: int = Field(256, ge=1)
     """Requests a router keeps at one replica; beyond that on all of them, clients get 429."""
     max_body_bytes: int = Field(2 << 20, ge=1024)
-    """Longest request body. Checking one holds up the router for up to half a second per MiB."""
+    """Longest request body. The longest ones are checked in threads, but parsing JSON holds up the router."""
     request_timeout_s: float = Field(600.0, gt=0)
 
     @field_validator("api_keys")

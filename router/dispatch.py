@@ -125,6 +125,14 @@ class Dispatcher:
         """Tell `observer`, instead of the one given at construction, from now on."""
         self._channel.observer = observer
 
+    def lose(self, replica_id: str) -> None:
+        """A replica no longer answers: no request goes there, and those that are there meet `ReplicaLost`.
+
+        Unlike a replica that leaves in good order (`Placement.leave`), whose streams go on to their end.
+        """
+        self.placement.leave(replica_id)
+        self._channel.lose(replica_id)
+
     async def open(self, prepared: PreparedRequest) -> Stream:
         """Place and send; returns with the first token. The caller must exhaust or close the stream.
 
@@ -195,7 +203,7 @@ class Dispatcher:
 
     def _note_failure(self, error: UpstreamError, trail: _Trail, stream: Stream) -> None:
         """Return if the request may go elsewhere; raise otherwise."""
-        if isinstance(error, ReplicaLost) or error.code == "unavailable":
+        if error.code == "unavailable":  # ReplicaLost, too
             self._note_loss(error, trail, stream)
         elif error.code == "queue_full":
             trail.full.add(stream.replica_id)

@@ -133,14 +133,10 @@ def _call(handle: DeploymentHandle, request: dict[str, Any]) -> Any:
 
 
 def _upstream(replica_id: str, error: BaseException) -> UpstreamError:
-    """What the rest of the router knows of a failed call.
-
-    Raises:
-        asyncio.CancelledError: Serve cancelled the call, because the client of the request behind it left.
-            Taken for a lost replica, it would be sent to the next one.
-    """
+    """What the rest of the router knows of a failed call."""
     if isinstance(error, TaskCancelledError):
-        raise asyncio.CancelledError from None
+        # Not by us, for whoever cancels here reads no more. It tells nothing about the replica.
+        return UpstreamError("Serve cancelled the call", "internal", replica_id)
     if isinstance(error, RayTaskError) and not isinstance(error, RayActorError):
         return UpstreamError(describe(error), "internal", replica_id)
     return ReplicaLost(replica_id, describe(error))

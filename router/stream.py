@@ -1,8 +1,9 @@
 """The answer to one request, as it comes from one replica.
 
 A `Stream` owns a reservation in the ledger and a transport's iterator, and gives both back exactly once, at
-whichever comes first: the end, an error, a timeout, `close`. Giving the reservation back is synchronous, so
-that no cancellation can come between; the iterator is closed in a task that no cancelled request takes along.
+whichever comes first: the end, an error, a timeout, `close`, `fail`. Giving the reservation back is
+synchronous, so that no cancellation can come between; the iterator is closed in a task that no cancelled
+request takes along.
 """
 
 import asyncio
@@ -74,26 +75,52 @@ class DispatchObserver:
     def lost(self, replica_id: str) -> None:
         """A replica turned out to be gone."""
 
+    def close_failed(self) -> None:
+        """A transport's iterator could not be closed, or not in time: its request may still be computed."""
+
 
 @dataclass
 class Channel:
-    """What every stream of a dispatcher shares; `closing` keeps the tasks that close iterators alive."""
+    """What every stream of a dispatcher shares.
+
+    `open` are the streams that hold a reservation; `closing` keeps the tasks that close iterators alive.
+    """
 
     placement: Placement
     transport: Transport
     limits: DispatchLimits
     observer: DispatchObserver
+    open: "set[Stream]" = field(default_factory=set)
     closing: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def lose(self, replica_id: str) -> None:
+        """A replica no longer answers: end every stream from it, as waiting for it is in vain."""
+        for stream in [s for s in self.open if s.replica_id == replica_id]:
+            stream.fail(ReplicaLost(replica_id, "the replica no longer answers"))
 
     def close_later(self, chunks: AsyncIterator[Chunk]) -> asyncio.Task[None] | None:
         """Close a transport's iterator in the background."""
         aclose = getattr(chunks, "aclose", None)
         if aclose is None:
             return None
-        task = asyncio.get_running_loop().create_task(_close(aclose, self.limits.close_timeout_s))
+        task = asyncio.get_running_loop().create_task(self._close(aclose))
         self.closing.add(task)
         task.add_done_callback(self.closing.discard)
         return task
+
+    async def _close(self, aclose: Callable[[], Any]) -> None:
+        timeout_s = self.limits.close_timeout_s
+        try:
+            with anyio.move_on_after(timeout_s) as scope:
+                await aclose()
+        except Exception:
+            # The request is over and its reservation given back; a failing close must reach nobody's request.
+            logger.warning("closing a transport failed", exc_info=True)
+            self.observer.close_failed()
+            return
+        if scope.cancelled_caught:
+            logger.warning("a transport did not close within %g s", timeout_s)
+            self.observer.close_failed()
 
 
 class Stream:
@@ -123,6 +150,8 @@ class Stream:
         self._reading: anyio.CancelScope | None = None
         self._closing: asyncio.Task[None] | None = None
         self._open = True
+        self._failure: UpstreamError | None = None
+        channel.open.add(self)
 
     def __aiter__(self) -> "Stream":
         return self
@@ -133,6 +162,8 @@ class Stream:
         Raises:
             ReplicaLost, UpstreamError, RequestTimeout: the stream is over, unfinished.
         """
+        if self._failure is not None:
+            raise self._failure
         if not self._open:
             raise StopAsyncIteration
         try:
@@ -151,6 +182,12 @@ class Stream:
     def close(self) -> None:
         """Give everything back; before the end this aborts the request. Idempotent, never waits."""
         self._settle(aborted=True)
+
+    def fail(self, error: UpstreamError) -> None:
+        """End an open stream with `error`, which whoever reads it gets, now or at the next read."""
+        if self._open:
+            self._failure = error
+            self._settle(aborted=False)
 
     async def aclose(self) -> None:
         """`close`, and wait (bounded) until the transport has let go."""
@@ -195,6 +232,8 @@ class Stream:
             scope, self._reading = self._reading, None
             if not self._open:  # closed by another task meanwhile, which left the iterator to this one
                 self._let_go()
+        if self._failure is not None:  # also when a last chunk came at that very moment
+            raise self._failure
         if scope is not None and scope.cancelled_caught:
             if not self._open:
                 raise asyncio.CancelledError("the stream was closed")
@@ -215,6 +254,7 @@ class Stream:
         if not self._open:
             return
         self._open = False
+        self._channel.open.discard(self)
         self._channel.placement.finish(self._decision.reservation)
         if aborted:
             self._channel.observer.aborted()
@@ -245,14 +285,3 @@ def _chunk_error(replica_id: str, chunk: Chunk) -> UpstreamError:
     if code == "unavailable":
         return ReplicaLost(replica_id, message)
     return UpstreamError(message, code, replica_id)
-
-
-async def _close(aclose: Callable[[], Any], timeout_s: float) -> None:
-    try:
-        with anyio.move_on_after(timeout_s) as scope:
-            await aclose()
-        if scope.cancelled_caught:
-            logger.warning("a transport did not close within %g s", timeout_s)
-    except Exception:
-        # The request is over and its reservation given back; a failing close must reach nobody's request.
-        logger.warning("closing a transport failed", exc_info=True)

@@ -1,9 +1,10 @@
 """Keeps `Placement` true: one long poll per replica carries cache changes and load to this router.
 
 Every router pulls for itself, so a router's state is a function of what the replicas published. A replica
-joins placement with its first answer (a full snapshot) and leaves it with the first failed poll or when
-Serve drops it; while Serve still lists it, the poll is tried again, and a replica that comes back is cold
-until its snapshot arrives.
+joins placement with its first answer (a full snapshot). When Serve drops it, it leaves, and what it still
+answers goes on: it may be shutting down in good order. A failed poll means more: the replica is lost, and so
+are the requests there. While Serve still lists it, the poll is tried again, and a replica that comes back is
+cold until its snapshot arrives.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from typing import Any
 
 from kvcore.errors import WireError
 from kvcore.fingerprint import FingerprintUpdate
-from router.errors import RouterError, UpstreamError
+from router.errors import ReplicaLost, RouterError, UpstreamError
 from router.membership import Membership
 from router.placement import Placement
 from router.ray_router import ServeTransport
@@ -32,7 +33,9 @@ class SyncSettings:
     hold_s: float = 0.5
     """How long a replica may hold a poll when its cache does not change; its load is at most this old."""
     grace_s: float = 5.0
-    """How long after `hold_s` a silent replica counts as lost."""
+    """How long after `hold_s` a silent replica counts as lost. It answers polls while the model computes."""
+    late_s: float = 1.0
+    """A poll that times out so much too late tells of this process, which was held up, not of the replica."""
     min_interval_s: float = 0.05
     """Pause between two polls of one replica; bounds the cost of a busy replica's stream of changes."""
     retry_min_s: float = 0.1
@@ -49,13 +52,18 @@ class FleetSync:
         placement: Placement,
         members: Membership,
         on_model: Callable[[dict[str, Any]], None],
+        on_lost: Callable[[str], None],
         settings: SyncSettings | None = None,
     ) -> None:
-        """`on_model` hears what each replica says about its model: digest, layout, block size, context."""
+        """`on_model` hears what each replica says about its model: digest, layout, block size, context.
+
+        `on_lost` hears of each failed poll, and must make the replica leave `placement`.
+        """
         self._transport = transport
         self._placement = placement
         self._members = members
         self._on_model = on_model
+        self._on_lost = on_lost
         self._settings = settings or SyncSettings()
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._stop_watch: Callable[[], None] | None = None
@@ -96,15 +104,28 @@ class FleetSync:
         while True:
             started = time.monotonic()
             try:
-                answer = await self._transport.poll(replica_id, follower.request(), follower.timeout_s)
-                self._apply(follower, answer)
-            except (RouterError, WireError, KeyError) as error:
-                logger.warning("no word from replica %s: %s", replica_id, error)
-                self._placement.leave(replica_id)
-                await asyncio.sleep(follower.failed())
-                continue
+                self._apply(follower, await self._poll(follower))
+            except (RouterError, WireError, KeyError, TypeError, ValueError) as error:  # lost, or nonsense
+                if time.monotonic() - started < follower.timeout_s + self._settings.late_s:
+                    logger.warning("no word from replica %s: %s", replica_id, error)
+                    self._on_lost(replica_id)
+                    await asyncio.sleep(follower.failed())
+                    continue
             spare = self._settings.min_interval_s - (time.monotonic() - started)
             await asyncio.sleep(max(0.0, spare))
+
+    async def _poll(self, follower: "_Follower") -> dict[str, Any]:
+        # A task of its own, so that a cancellation from below is told from one of the follower itself.
+        replica_id = follower.replica_id
+        call = self._transport.poll(replica_id, follower.request(), follower.timeout_s)
+        poll = asyncio.create_task(call)
+        try:
+            await asyncio.wait({poll})
+        finally:
+            poll.cancel()
+        if poll.cancelled():
+            raise ReplicaLost(replica_id, "the poll was cancelled")
+        return poll.result()
 
     def _apply(self, follower: "_Follower", answer: dict[str, Any]) -> None:
         update = None if answer["update"] is None else FingerprintUpdate.decode(answer["update"])

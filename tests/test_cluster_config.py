@@ -31,13 +31,14 @@ def test_cluster_yaml_for_ones_own_machines_passes_rays_schema(cluster: dict) ->
 def test_cluster_yaml_has_gpu_workers_and_deploys(cluster: dict) -> None:
     types = cluster["available_node_types"]
     head = types.pop(cluster["head_node_type"])
-    assert "GPU" not in head["resources"]
+    assert head["resources"] == {"CPU": 0}
     assert [t["resources"]["GPU"] for t in types.values()] == [1]
     assert any("serve deploy serve.yaml" in c for c in cluster["head_start_ray_commands"])
     for commands in ("head_start_ray_commands", "worker_start_ray_commands"):
         start = next(c for c in cluster[commands] if "ray start" in c)
         assert "RAY_SERVE_ENABLE_HA_PROXY=1" in start
         assert "RAY_SERVE_THROUGHPUT_OPTIMIZED=1" in start
+        assert ("--num-cpus=0" in start) == (commands == "head_start_ray_commands")
 
 
 def test_serve_yaml_passes_serves_schema_and_ours() -> None:
@@ -51,6 +52,15 @@ def test_serve_yaml_passes_serves_schema_and_ours() -> None:
     assert (module, name) == ("router.app", "build")
     config = AppConfig.model_validate(schema.applications[0].args)
     assert (config.model, config.policy, config.replicas) == ("smollm2-135m", "cache_aware", 2)
+
+
+def test_serve_yaml_keeps_routers_beside_the_endpoint_on_loopback() -> None:
+    """HAProxy would look for a router on another node at an address where nobody listens."""
+    config = yaml.safe_load((ROOT / "serve.yaml").read_text())
+    assert (config["proxy_location"], config["http_options"]["host"]) == ("HeadOnly", "127.0.0.1")
+    (router,) = config["applications"][0]["deployments"]
+    assert router["name"] == "Router"
+    assert router["ray_actor_options"] == {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
 
 
 def test_serve_yaml_is_what_the_cli_reads() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from starlette.requests import Request
 
-from router.api.errors import ApiError
+from router.api.errors import ApiError, ClientGone
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ class Authenticator:
 
         Raises:
             ApiError: 401 for a missing or unknown key, 403 for a remote peer of an open API.
+            ClientGone: an open API's peer left before it could be seen who it was.
         """
         if not self._keys:
             _require_loopback(request)
@@ -62,10 +63,12 @@ def _unauthorized(message: str) -> ApiError:
 
 
 def _require_loopback(request: Request) -> None:
+    if request.client is None:  # its socket is closed already
+        raise ClientGone
     # Behind a proxy on this machine the peer is always local; what the proxy says about the client counts.
     forwarded = request.headers.getlist("x-forwarded-for")
     hosts = [host.strip() for line in forwarded for host in line.split(",")]
-    hosts.append(request.client.host if request.client else "")
+    hosts.append(request.client.host)
     if not all(map(_is_loopback, hosts)) or "forwarded" in request.headers:
         raise ApiError(
             403,

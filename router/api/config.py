@@ -16,9 +16,9 @@ class ApiConfig:
         max_choices: most answers to one request: prompts times `n`.
         prompt_window: prompts of one request that are in flight at a time.
         default_max_tokens: answer length when the client names none; None: what remains of the context.
-        inline_chars: texts up to this length are tokenized on the event loop.
-        tokenizer_threads: threads for the longer ones.
-        max_pending_tokenizations: long texts waiting for a thread before clients hear 429.
+        inline_bytes: bodies up to this length are checked and tokenized on the event loop.
+        body_threads: threads for the longer ones.
+        max_pending_bodies: longer ones waiting for a thread, or in one, before clients hear 429.
         send_request_id: whether answers carry `x-request-id`; False where the server around adds it.
         stall_timeout_s: seconds beyond the request's own time until a client that reads nothing is given up.
     """
@@ -30,8 +30,8 @@ class ApiConfig:
     max_choices: int = 128
     prompt_window: int = 16
     default_max_tokens: int | None = None
-    inline_chars: int = 2048
-    tokenizer_threads: int = 2
-    max_pending_tokenizations: int = 256
+    inline_bytes: int = 2048
+    body_threads: int = 2
+    max_pending_bodies: int = 256
     send_request_id: bool = True
     stall_timeout_s: float = 5.0

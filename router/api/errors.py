@@ -89,6 +89,12 @@ def too_large(limit: int) -> ApiError:
     return ApiError(413, f"The request body is longer than {limit} bytes.", code="request_too_large")
 
 
+def overloaded() -> ApiError:
+    """429: too many long bodies wait to be checked."""
+    message = "Too many long requests are waiting to be checked."
+    return ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=_retry(1.0))
+
+
 def internal() -> ApiError:
     """500: our fault; the log has the rest."""
     return ApiError(

@@ -2,16 +2,16 @@
 
 import json
 import logging
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.answers import Form, Usage, put_together
 from router.api.auth import Authenticator
-from router.api.body import read_json
+from router.api.body import read_body
 from router.api.chat import ChatForm
 from router.api.completions import CompletionForm
 from router.api.config import ApiConfig
@@ -19,6 +19,7 @@ from router.api.errors import ApiError, api_error, internal
 from router.api.exchange import ClientWatch, Exchange, exchange_of
 from router.api.feed import Feed, collect
 from router.api.metrics import Metrics
+from router.api.pool import BodyPool
 from router.api.prepare import Preparer
 from router.api.schemas import ChatBody, CompletionBody, GenerationBody, parse
 from router.api.sse import DONE, EventStream, error_event
@@ -36,25 +37,27 @@ class Service:
     config: ApiConfig
     dispatcher: Dispatcher
     preparer: Preparer
+    pool: BodyPool
     authenticator: Authenticator
     metrics: Metrics
 
-    async def read(self, request: Request) -> tuple[str | None, dict[str, Any]]:
-        """The caller's tenant, and the body's JSON object. Raises `ApiError`."""
+    async def read(self, request: Request) -> tuple[str | None, bytes]:
+        """The caller's tenant, and the body. Raises `ApiError`."""
         tenant = self.authenticator.tenant(request)
-        return tenant, await read_json(request, self.config.max_body_bytes, self.config.body_timeout_s)
+        return tenant, await read_body(request, self.config.max_body_bytes, self.config.body_timeout_s)
 
 
-@dataclass
+_Prepared = tuple[GenerationBody, list[PreparedRequest]]
+
+
+@dataclass(frozen=True)
 class _Job:
-    """One client request on its way; `requests` and `form` come when it has been prepared."""
+    """One client request, checked and tokenized."""
 
     service: Service
     exchange: Exchange
     body: GenerationBody
-    tenant: str | None
-    requests: list[PreparedRequest] = field(default_factory=list)
-    feed: Feed | None = None
+    requests: list[PreparedRequest]
 
     def form(self) -> Form:
         name, choices = self.body.model, self.body.n or 1
@@ -66,46 +69,46 @@ class _Job:
         options = self.body.stream_options
         return options is not None and bool(options.include_usage)
 
-    async def prepare(self) -> None:
-        preparer = self.service.preparer
-        if isinstance(self.body, ChatBody):
-            self.requests = [await preparer.chat(self.body, self.tenant)]
-        elif isinstance(self.body, CompletionBody):
-            self.requests = await preparer.completion(self.body, self.tenant)
-
 
 async def chat_completions(service: Service, request: Request) -> Response:
     """`POST /v1/chat/completions`."""
-    tenant, body = await service.read(request)
-    job = _Job(service, exchange_of(request.scope), parse(ChatBody, body), tenant)
-    return await _answer(job, request)
+    return await _answer(service, request, _prepare_chat)
 
 
 async def completions(service: Service, request: Request) -> Response:
     """`POST /v1/completions`."""
-    tenant, body = await service.read(request)
-    job = _Job(service, exchange_of(request.scope), parse(CompletionBody, body), tenant)
-    return await _answer(job, request)
+    return await _answer(service, request, _prepare_completion)
 
 
-async def _answer(job: _Job, request: Request) -> Response:
+def _prepare_chat(preparer: Preparer, tenant: str | None, raw: bytes) -> _Prepared:
+    body = parse(ChatBody, raw)
+    return body, [preparer.chat(body, tenant)]
+
+
+def _prepare_completion(preparer: Preparer, tenant: str | None, raw: bytes) -> _Prepared:
+    body = parse(CompletionBody, raw)
+    return body, preparer.completion(body, tenant)
+
+
+async def _answer(
+    service: Service, request: Request, prepare: Callable[[Preparer, str | None, bytes], _Prepared]
+) -> Response:
+    tenant, raw = await service.read(request)
     watch = ClientWatch(request.receive)
     try:
+        prepared = service.pool.run(partial(prepare, service.preparer, tenant), raw)
+        job = _Job(service, exchange_of(request.scope), *await watch.guard(prepared))
         if job.body.stream:
             return await _streamed(job, watch)
         response = await watch.guard(_whole(job))
-    except BaseException:
-        # Also when the server cancels this task: nothing may stay reserved.
+    except BaseException:  # also when the server cancels this task
         watch.stop()
-        if job.feed is not None:
-            job.feed.close()
         raise
     watch.stop()
     return response
 
 
 async def _whole(job: _Job) -> Response:
-    await job.prepare()
     service = job.service
     results = await collect(service.dispatcher, job.requests, service.config.prompt_window)
     streams = [result.stream for result in results]
@@ -117,18 +120,16 @@ async def _whole(job: _Job) -> Response:
 
 
 async def _streamed(job: _Job, watch: ClientWatch) -> Response:
-    first = await watch.guard(_open(job))
-    feed, config = job.feed, job.service.config
-    assert feed is not None
+    dispatcher, config = job.service.dispatcher, job.service.config
+    feed = Feed(dispatcher, job.requests, config.prompt_window)
+    try:
+        first = await watch.guard(feed.open())
+    except BaseException:  # whatever ends the wait, nothing may stay reserved
+        feed.close()
+        raise
     job.service.metrics.ttft.observe(first.started_at - job.exchange.started_at)
-    limit_s = job.service.dispatcher.limits.request_timeout_s + config.stall_timeout_s
+    limit_s = dispatcher.limits.request_timeout_s + config.stall_timeout_s
     return EventStream(_frames(job, feed), watch, feed.close, limit_s, _headers(first))
-
-
-async def _open(job: _Job) -> Stream:
-    await job.prepare()
-    job.feed = Feed(job.service.dispatcher, job.requests, job.service.config.prompt_window)
-    return await job.feed.open()
 
 
 async def _frames(job: _Job, feed: Feed) -> AsyncGenerator[bytes, None]:

@@ -82,6 +82,9 @@ class Metrics(DispatchObserver):
         self.replicas_lost = Counter(
             "warmroute_replica_losses", "Attempts that found a replica gone.", registry=registry
         )
+        self.close_failures = Counter(
+            "warmroute_close_failures", "Abandoned calls that did not end in time.", registry=registry
+        )
         self.internal_errors = Counter(
             "warmroute_internal_errors", "Exceptions nobody expected.", registry=registry
         )
@@ -108,6 +111,10 @@ class Metrics(DispatchObserver):
     def lost(self, replica_id: str) -> None:
         """A replica is gone."""
         self.replicas_lost.inc()
+
+    def close_failed(self) -> None:
+        """A call to a replica could not be closed."""
+        self.close_failures.inc()
 
     def render(self) -> bytes:
         """Prometheus text format."""

@@ -1,14 +1,18 @@
-"""From a checked body to `PreparedRequest`s: tokens, sampling, namespace parts."""
+"""From a body to `PreparedRequest`s: tokens, sampling, namespace parts.
 
+All of this is computing, which takes seconds for the longest bodies; it knows of no event loop, and
+`router.api.pool` decides where it runs. Thread-safe.
+"""
+
+import contextlib
 import json
 import uuid
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from router.api.codec import CodecPool, TokenIds
+from router.api.codec import Codec, TokenIds
 from router.api.config import ApiConfig
 from router.api.errors import context_exceeded, invalid, model_not_found
 from router.api.messages import check_messages, content_size
@@ -17,25 +21,21 @@ from router.dispatch import ModelInfo, PreparedRequest
 
 Prompt = str | list[int]
 
-_MARKUP = 100
-"""About how many characters a template adds for a message or a tool; only decides where it is tokenized."""
-
 
 class Preparer:
     """Checks what schemas cannot (names, lengths, vocabulary), and tokenizes."""
 
-    def __init__(
-        self, config: ApiConfig, pool: CodecPool, model_info: Callable[[], ModelInfo | None]
-    ) -> None:
+    def __init__(self, config: ApiConfig, codec: Codec, model_info: Callable[[], ModelInfo | None]) -> None:
         self._config = config
-        self._pool = pool
+        self._codec = codec
         self._model_info = model_info
+        self._longest = max((len(codec.token_bytes(k)) for k in range(codec.vocab_size)), default=1)
 
     @property
     def context_length(self) -> int:
         """Tokens of prompt and answer together: the least of what the model and the replicas say."""
         info = self._model_info()
-        known = self._pool.codec.context_length
+        known = self._codec.context_length
         return known if info is None else min(known, info.context_length)
 
     def check_model(self, name: str | None) -> str:
@@ -44,82 +44,73 @@ class Preparer:
             raise model_not_found(name)
         return name or self._config.model_names[0]
 
-    async def chat(self, body: ChatBody, tenant: str | None) -> PreparedRequest:
+    def chat(self, body: ChatBody, tenant: str | None) -> PreparedRequest:
         """One conversation. Raises `ApiError` 400 or 404."""
         self.check_model(body.model)
         _check_chat(body)
         sampling = self._sampling(body, _chat_logprobs(body))
-        tokens = await self._encode_chat(body)
+        tokens = self._encode_chat(body)
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         return self._prepared(body, tenant, tokens, sampling, limit, "messages")
 
-    async def completion(self, body: CompletionBody, tenant: str | None) -> list[PreparedRequest]:
+    def completion(self, body: CompletionBody, tenant: str | None) -> list[PreparedRequest]:
         """One request per prompt. Raises `ApiError` 400 or 404."""
         self.check_model(body.model)
-        prompts = split_prompts(body.prompt)
-        if len(prompts) * (body.n or 1) > self._config.max_choices:
-            limit = self._config.max_choices
-            raise invalid(f"At most {limit} answers per request (prompts times n).", "prompt")
         sampling = self._sampling(body, body.logprobs)
-        encode = partial(self._encode_prompts, prompts)
-        sizes = [len(prompt) for prompt in prompts if isinstance(prompt, str)]
-        self._check_size(max(sizes, default=0), "prompt")
         return [
-            self._prepared(body, tenant, tokens, sampling, body.max_tokens, "prompt")
-            for tokens in await self._pool.run(encode, sum(sizes), "prompt")
+            self._prepared(body, tenant, self._encode_prompt(prompt), sampling, body.max_tokens, "prompt")
+            for prompt in split_prompts(body.prompt, body.n or 1, self._config.max_choices)
         ]
 
-    async def tokenize(self, body: TokenizeBody) -> TokenIds:
-        """int32[n] of a prompt or a conversation."""
+    def tokenize(self, body: TokenizeBody) -> TokenIds:
+        """int32[n] of a prompt or a conversation. Raises `ApiError` 400 or 404."""
         self.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("Give either 'prompt' or 'messages'.", "prompt", "missing_required_parameter")
         if body.prompt is None:
-            return await self._encode_chat(body)
-        add_bos = False if body.add_special_tokens is False else None
-        call = partial(self._pool.codec.encode_text, body.prompt, add_bos)
-        return await self._pool.run(call, len(body.prompt), "prompt")
+            return self._encode_chat(body)
+        return self._encode_text(body.prompt, False if body.add_special_tokens is False else None)
 
-    async def detokenize(self, body: DetokenizeBody) -> str:
-        """Text of the ids, special tokens included."""
+    def detokenize(self, body: DetokenizeBody) -> str:
+        """Text of the ids, special tokens included. Raises `ApiError` 400 or 404."""
         self.check_model(body.model)
+        if len(body.tokens) > self.context_length:
+            raise invalid(f"'tokens' may have at most {self.context_length} items.", "tokens")
         self._check_ids(body.tokens, "tokens")
-        call = partial(self._pool.codec.decode, body.tokens, False)
-        return await self._pool.run(call, len(body.tokens), "tokens")
+        with _refusals("tokens"):
+            return self._codec.decode(body.tokens, False)
 
-    async def _encode_chat(self, body: ChatBody | TokenizeBody) -> TokenIds:
+    def _encode_chat(self, body: ChatBody | TokenizeBody) -> TokenIds:
         messages = check_messages(body.messages or [])
-        size = content_size(messages) + (len(json.dumps(body.tools)) if body.tools else 0)
-        if isinstance(body, ChatBody):
-            self._check_size(size, "messages")
-        call = partial(
-            self._pool.codec.encode_chat,
-            messages,
-            body.tools or None,
-            body.add_generation_prompt is not False,
-            body.chat_template_kwargs or None,
-        )
-        return await self._pool.run(
-            call, size + _MARKUP * (len(messages) + len(body.tools or ())), "messages"
-        )
-
-    def _encode_prompts(self, prompts: list[Prompt]) -> list[TokenIds]:
-        return [self._encode_prompt(prompt) for prompt in prompts]
+        tools = json.dumps(body.tools, separators=(",", ":"), ensure_ascii=False) if body.tools else ""
+        self._check_fit((content_size(messages) + len(tools)) // self._longest, "messages")
+        with _refusals("messages"):
+            return self._codec.encode_chat(
+                messages,
+                body.tools or None,
+                body.add_generation_prompt is not False,
+                body.chat_template_kwargs or None,
+            )
 
     def _encode_prompt(self, prompt: Prompt) -> TokenIds:
         if isinstance(prompt, str):
-            return self._pool.codec.encode_text(prompt)
+            return self._encode_text(prompt)
+        self._check_fit(len(prompt), "prompt")
         self._check_ids(prompt, "prompt")
         return np.array(prompt, dtype=np.int32)
 
-    def _check_size(self, size: int, param: str) -> None:
-        """Refuse texts that cannot fit before spending seconds on tokenizing them."""
-        least = self._pool.least_tokens(size)
+    def _encode_text(self, text: str, add_bos: bool | None = None) -> TokenIds:
+        self._check_fit(len(text) // self._longest, "prompt")
+        with _refusals("prompt"):
+            return self._codec.encode_text(text, add_bos)
+
+    def _check_fit(self, least: int, param: str) -> None:
+        """Refuse what has at least `least` tokens, too many, before spending seconds on it."""
         if least >= self.context_length:
             raise context_exceeded(self.context_length, least, 1, param)
 
     def _check_ids(self, ids: list[int], param: str) -> None:
-        size = self._pool.codec.vocab_size
+        size = self._codec.vocab_size
         if ids and not (min(ids) >= 0 and max(ids) < size):
             raise invalid(f"Token ids must be in 0 to {size - 1}, the model's vocabulary.", param)
 
@@ -181,11 +172,12 @@ class Preparer:
         return wanted
 
 
-def split_prompts(prompt: Any) -> list[Prompt]:
+def split_prompts(prompt: Any, choices: int, most: int) -> list[Prompt]:
     """The prompts in a completion body's `prompt`: str, list[str], list[int] or list[list[int]].
 
     Raises:
-        ApiError: 400 for other shapes, and where a prompt is empty.
+        ApiError: 400 for other shapes, where a prompt is empty, and where `choices` answers to each would be
+            more than `most`.
     """
     if isinstance(prompt, str):
         prompts: list[Any] = [prompt]
@@ -195,6 +187,8 @@ def split_prompts(prompt: Any) -> list[Prompt]:
         prompts = [prompt]
     else:
         prompts = prompt
+    if len(prompts) * choices > most:
+        raise invalid(f"At most {most} answers per request (prompts times n).", "prompt")
     of_text = isinstance(prompts[0], str)
     if not all(isinstance(item, str) if of_text else _is_ids(item) for item in prompts):
         raise invalid(
@@ -209,6 +203,15 @@ def split_prompts(prompt: Any) -> list[Prompt]:
 
 def _is_ids(item: Any) -> bool:
     return isinstance(item, list) and all(type(token) is int for token in item)
+
+
+@contextlib.contextmanager
+def _refusals(param: str) -> Iterator[None]:
+    """What the codec cannot encode or decode is the client's mistake."""
+    try:
+        yield
+    except ValueError as error:
+        raise invalid(str(error), param) from error
 
 
 def _or(value: float | None, default: float) -> float:

@@ -1,7 +1,8 @@
 """The bodies clients send, as strict pydantic models. Unknown fields are ignored, wrong types are errors.
 
 Explicit nulls count as absent, as in OpenAI's API. Fields that would change the answer in a way this server
-does not offer are refused by name (`_REFUSED`) rather than ignored.
+does not offer are refused by name (`_REFUSED`) rather than ignored. Lists without a bound are `fail_fast`:
+collecting the errors of a long one would take seconds, and only the first is told.
 """
 
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from router.api.body import parse_object
 from router.api.errors import ApiError, invalid
 
 M = TypeVar("M", bound=BaseModel)
@@ -98,7 +100,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(None, ge=1, lt=_INT64)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = Field(None, fail_fast=True)
     tool_choice: Any = None
     response_format: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -118,7 +120,7 @@ class TokenizeBody(_Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = Field(None, fail_fast=True)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -128,11 +130,12 @@ class DetokenizeBody(_Body):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[int] = Field(fail_fast=True)
 
 
-def parse(model: type[M], body: Mapping[str, Any]) -> M:
-    """`body` as a `model`. Raises `ApiError` 400 that names the first wrong field."""
+def parse(model: type[M], raw: bytes) -> M:
+    """A body as a `model`. Raises `ApiError` 400 that names the first wrong field."""
+    body = parse_object(raw)
     if issubclass(model, GenerationBody):
         _refuse_unsupported(body)
     try:

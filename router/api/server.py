@@ -13,12 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.auth import Authenticator
-from router.api.codec import Codec, CodecPool
+from router.api.codec import Codec
 from router.api.config import ApiConfig
 from router.api.errors import INVALID, SERVER, ApiError, api_error, model_not_found
 from router.api.exchange import ExchangeMiddleware, exchange_of
 from router.api.generate import Service, chat_completions, completions
 from router.api.metrics import Metrics
+from router.api.pool import BodyPool
 from router.api.prepare import Preparer
 from router.api.schemas import DetokenizeBody, TokenizeBody, parse
 from router.dispatch import Dispatcher
@@ -45,9 +46,9 @@ def build_api(
     if metrics is None:
         metrics = Metrics(dispatcher.placement)
         dispatcher.observe(metrics)
-    pool = CodecPool(codec, config.tokenizer_threads, config.inline_chars, config.max_pending_tokenizations)
-    preparer = Preparer(config, pool, dispatcher.model_info)
-    service = Service(config, dispatcher, preparer, Authenticator(config.api_keys), metrics)
+    pool = BodyPool(config.body_threads, config.inline_bytes, config.max_pending_bodies)
+    preparer = Preparer(config, codec, dispatcher.model_info)
+    service = Service(config, dispatcher, preparer, pool, Authenticator(config.api_keys), metrics)
     app = FastAPI(title="Warmroute", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     for method, path, endpoint in _ROUTES:
         app.add_route(path, partial(_serve, service, path, endpoint), methods=[method])
@@ -98,16 +99,24 @@ async def _metrics(service: Service, request: Request) -> Response:
 
 async def _tokenize(service: Service, request: Request) -> Response:
     """`POST /tokenize`, with vLLM's fields."""
-    _, body = await service.read(request)
-    tokens = await service.preparer.tokenize(parse(TokenizeBody, body))
-    limit = service.preparer.context_length
-    return _json({"count": len(tokens), "max_model_len": limit, "tokens": tokens.tolist()})
+
+    def answer(raw: bytes) -> Response:
+        tokens = service.preparer.tokenize(parse(TokenizeBody, raw))
+        limit = service.preparer.context_length
+        return _json({"count": len(tokens), "max_model_len": limit, "tokens": tokens.tolist()})
+
+    _, raw = await service.read(request)
+    return await service.pool.run(answer, raw)
 
 
 async def _detokenize(service: Service, request: Request) -> Response:
     """`POST /detokenize`, with vLLM's fields."""
-    _, body = await service.read(request)
-    return _json({"prompt": await service.preparer.detokenize(parse(DetokenizeBody, body))})
+
+    def answer(raw: bytes) -> Response:
+        return _json({"prompt": service.preparer.detokenize(parse(DetokenizeBody, raw))})
+
+    _, raw = await service.read(request)
+    return await service.pool.run(answer, raw)
 
 
 _STARTED = int(time.time())

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from router.cli.interrupt import leave_calmly
 from router.errors import RouterError
 
 app = typer.Typer(
@@ -74,11 +75,11 @@ def _register() -> None:
     _add_plugins("warmroute.bench", bench)
 
 
-_register()
-
-
 def main() -> None:
-    """Entry point of the `warmroute` script. Expected failures end with one line and exit status 1."""
+    """Entry point of the `warmroute` script. Expected failures end with one line and exit status 1,
+    Ctrl-C with one and 130."""
+    leave_calmly()
+    _register()  # here, since its imports take a second in which Ctrl-C is no error
     try:
         app()
     except RouterError as error:

@@ -4,19 +4,18 @@ import contextlib
 import importlib.util
 import logging
 import os
-import signal
 import socket
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
+from router.cli.interrupt import interruptible
 from router.cli.reaper import no_process_left
 from router.config import LOOPBACK, AppConfig
 from router.errors import ConfigError
 
 APP_NAME = "warmroute"
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def serve_switches() -> dict[str, str]:
@@ -78,13 +77,14 @@ def _hush() -> None:
 def local_ray(cpus: float) -> Iterator[None]:
     """Start a Ray of our own with at least `cpus` logical CPUs; everything it started is gone afterwards.
 
-    SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt inside. For the main thread only.
+    SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt inside, and SystemExit(130) out of it. For the main
+    thread only.
     """
     os.environ.update(serve_switches())
     _hush()
     import ray
 
-    with no_process_left(), _interruptible() as listen:
+    with interruptible() as listen, no_process_left():
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, int(cpus) + 1),
@@ -99,30 +99,6 @@ def local_ray(cpus: float) -> Iterator[None]:
         finally:
             with contextlib.suppress(KeyboardInterrupt):
                 ray.shutdown()
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[Callable[[], None]]:
-    """The signals that end us raise KeyboardInterrupt inside; yields the function to say so once more."""
-
-    def interrupt(*_: object) -> None:
-        for name in SIGNALS:  # once is enough; another one would cut the cleaning up short
-            signal.signal(name, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    def listen() -> None:
-        # SIGINT too: a shell starts background jobs with it ignored.
-        for name in SIGNALS:
-            if name != signal.SIGHUP or before[name] != signal.SIG_IGN:  # nohup stays nohup
-                signal.signal(name, interrupt)
-
-    before = {name: signal.getsignal(name) for name in SIGNALS}
-    listen()
-    try:
-        yield listen
-    finally:
-        for name, handler in before.items():
-            signal.signal(name, handler)
 
 
 @contextlib.contextmanager

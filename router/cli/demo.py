@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,11 +15,10 @@ from router.config import AppConfig
 from router.errors import ConfigError
 from router.lab.client import Target
 from router.lab.commands import check_writable, present
+from router.lab.fitting import fitting_workload
 from router.lab.progress import progress_bar
-from router.lab.record import Request
 from router.lab.replay import ReplayOptions, replay
 from router.lab.report import Report
-from router.lab.workload import builtin_workload
 
 POLICIES = ("round_robin", "least_load", "cache_aware")
 """In the order of the table."""
@@ -39,14 +39,13 @@ def demo(
     """Serve two CPU replicas and replay the built-in workload against them with each routing policy."""
     check_writable(json_file)
     _fetch(model)
-    requests = builtin_workload()[:limit]
-    typer.echo(f"starting a local Ray with {REPLICAS} CPU replicas of {model} ...", err=True)
-    port = free_port()
+    _say(f"starting a local Ray with {REPLICAS} CPU replicas of {model} ...")
+    options, port = ReplayOptions(concurrency=concurrency, limit=limit), free_port()
     with local_ray(REPLICAS):
-        reports = [_measure(policy, requests, model, concurrency, port) for policy in POLICIES]
+        reports = [_measure(replace(options, policy=policy), model, port) for policy in POLICIES]
     present(reports, [report.as_json() for report in reports], json_file)
-    typer.echo("Everything it started has been stopped. To keep an endpoint up: warmroute serve", err=True)
-    if any(report.failed_entirely for report in reports):
+    _say("Everything it started has been stopped. To keep an endpoint up: warmroute serve")
+    if any(report.errors for report in reports):
         raise typer.Exit(1)
 
 
@@ -60,12 +59,22 @@ def _fetch(model: str) -> None:
         raise ConfigError(f"cannot get the model {model}")
 
 
-def _measure(policy: str, requests: list[Request], model: str, concurrency: int, port: int) -> Report:
+def _measure(options: ReplayOptions, model: str, port: int) -> Report:
     """One policy, on replicas that were just started and know nothing."""
     engine = {"num_blocks": NUM_BLOCKS, "threads": default_threads(REPLICAS)}
     config = AppConfig.model_validate(
-        {"model": model, "policy": policy, "replicas": REPLICAS, "engine": engine}
+        {"model": model, "policy": options.policy, "replicas": REPLICAS, "engine": engine}
     )
-    options = ReplayOptions(concurrency=concurrency, policy=policy)
-    with deployed(config, HOST, port) as url, progress_bar(f"{policy:<12}") as progress:
-        return asyncio.run(replay(requests, Target(url), options, progress))
+    with deployed(config, HOST, port) as url:
+        requests = asyncio.run(fitting_workload(Target(url), _say))[: options.limit]
+        _say(f"{options.policy}: replaying {len(requests)} requests ...")
+        with progress_bar(f"{options.policy:<12}") as progress:
+            report = asyncio.run(replay(requests, Target(url), options, progress))
+    hit_rate = "unknown" if report.hit_rate is None else f"{report.hit_rate:.1%}"
+    _say(f"{options.policy}: done in {report.duration_s:.0f} s, hit rate {hit_rate}")
+    return report
+
+
+def _say(line: str) -> None:
+    """On stderr, whoever reads it: a log gets its lines while the demo runs."""
+    typer.echo(line, err=True)

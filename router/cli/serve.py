@@ -10,7 +10,8 @@ import typer
 import yaml
 from pydantic import ValidationError
 
-from router.cli.cluster import SIGNALS, check_endpoint, deployed, local_ray
+from router.cli.cluster import check_endpoint, deployed, local_ray
+from router.cli.interrupt import SIGNALS
 from router.config import AppConfig
 from router.errors import ConfigError
 

@@ -5,6 +5,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ import typer
 from rich.console import Console
 
 from router.lab.client import Sampling, Target
-from router.lab.errors import OptionError
+from router.lab.errors import OptionError, TraceError, broken_lines
 from router.lab.progress import progress_bar
 from router.lab.record import Request
 from router.lab.replay import ReplayOptions
@@ -50,6 +51,9 @@ def replay(
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")] = 0.0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Ask for answers of full length.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds from sending a request to its end.")] = 300.0,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave broken lines of the trace out, and say how many.")
+    ] = False,
     policy: Annotated[str | None, typer.Option(help="A label for the report.")] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", help="Write the report here (- for stdout).")
@@ -57,7 +61,8 @@ def replay(
 ) -> None:
     """Replay a trace against an OpenAI-compatible endpoint and report hit rate and latencies.
 
-    Ctrl-C ends the replay with the report of what was sent so far.
+    Ctrl-C ends the replay with the report of what was sent so far. The exit status is 130 then, and 1 if any
+    request that was sent failed.
     """
     options = ReplayOptions(
         concurrency=concurrency,
@@ -70,9 +75,33 @@ def replay(
     )
     check_writable(json_file)
     reading = TraceOptions(scale, block_size, (min(_VOCAB_FLOOR, vocab // 4), vocab))
-    report = asyncio.run(_run(read_trace(trace, reading), Target(url, model, api_key), options))
+    requests, skipped = _read(trace, reading, limit, skip_bad)
+    report = asyncio.run(_run(requests, Target(url, model, api_key), options))
     present([report], report.as_json(), json_file)
+    _tell_skipped(skipped)
     raise typer.Exit(_status(report))
+
+
+def _read(
+    trace: str, reading: TraceOptions, limit: int | None, skip_bad: bool
+) -> tuple[list[Request], list[TraceError]]:
+    """The requests, and the broken lines between them; those are an error unless they are to be skipped."""
+    bad: list[TraceError] = []
+    try:
+        requests = list(islice(read_trace(trace, reading, bad.append), limit))
+    except TraceError as error:
+        if bad and not skip_bad:
+            raise broken_lines(bad, str(error)) from error
+        raise
+    if bad and not skip_bad:
+        raise broken_lines(bad, "--skip-bad leaves such lines out")
+    _tell_skipped(bad)  # a long replay should not begin before one knows
+    return requests, bad
+
+
+def _tell_skipped(bad: Sequence[TraceError]) -> None:
+    if bad:
+        typer.echo(f"{len(bad)} broken {'line' if len(bad) == 1 else 'lines'} skipped: {bad[0]}", err=True)
 
 
 def check_writable(json_file: str | None) -> None:
@@ -84,7 +113,7 @@ def check_writable(json_file: str | None) -> None:
         raise OptionError(f"cannot write {json_file}: {'a folder' if path.is_dir() else 'no such folder'}")
 
 
-async def _run(requests: Iterator[Request], target: Target, options: ReplayOptions) -> Report:
+async def _run(requests: Sequence[Request], target: Target, options: ReplayOptions) -> Report:
     stop = asyncio.Event()
     with _until_interrupted(stop), progress_bar("replay") as progress:
         return await run_replay(requests, target, options, progress, stop)
@@ -93,11 +122,15 @@ async def _run(requests: Iterator[Request], target: Target, options: ReplayOptio
 @contextlib.contextmanager
 def _until_interrupted(stop: asyncio.Event) -> Iterator[None]:
     """While inside, the first Ctrl-C sets `stop`; a second one ends the program as usual."""
-    loop = asyncio.get_running_loop()
+    loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT)
+
+    def forget() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, before)
 
     def interrupted() -> None:
         stop.set()
-        loop.remove_signal_handler(signal.SIGINT)
+        forget()
 
     with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C then ends without a report
         loop.add_signal_handler(signal.SIGINT, interrupted)
@@ -105,12 +138,12 @@ def _until_interrupted(stop: asyncio.Event) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(NotImplementedError):
-            loop.remove_signal_handler(signal.SIGINT)
+            forget()
 
 
 def _status(report: Report) -> int:
-    """130 after Ctrl-C, as shells have it; 1 when no request at all ended well."""
-    return 130 if report.interrupted else int(report.failed_entirely)
+    """130 after Ctrl-C, as shells have it; 1 when a request failed, or none could be sent."""
+    return 130 if report.interrupted else int(report.failed > 0 or report.failed_entirely)
 
 
 def present(reports: Sequence[Report], value: Any, json_file: str | None) -> None:

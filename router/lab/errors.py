@@ -9,7 +9,11 @@
 The messages are written for the person at the terminal.
 """
 
+from collections.abc import Sequence
+
 from router.errors import RouterError
+
+_NAMED = 10
 
 
 class LabError(RouterError):
@@ -25,6 +29,14 @@ class TraceError(LabError):
         self.what = what
         where = path if line is None else f"{path}, line {line}"
         super().__init__(f"{where}: {what}")
+
+
+def broken_lines(errors: Sequence[TraceError], what: str) -> TraceError:
+    """One error for all broken lines of a trace: the first complaint, the others' numbers, and `what`."""
+    first, *others = errors
+    numbers = ", ".join(str(error.line) for error in others[:_NAMED]) + (", ..." if others[_NAMED:] else "")
+    more = f"; {len(others)} more broken (line {numbers})" if others else ""
+    return TraceError(first.path, first.line, f"{first.what}{more}; {what}")
 
 
 class TargetError(LabError):

@@ -18,8 +18,9 @@ from itertools import chain, islice
 import numpy as np
 from numpy.typing import NDArray
 
+from router.lab.errors import TraceError
 from router.lab.record import Request, TokenIds
-from router.lab.rows import Line, Row, TraceOptions
+from router.lab.rows import Line, OnBad, Row, TraceOptions, refuse
 
 _MARKS = ("hash_ids", "input_length", "text_input")
 _USUAL_BLOCKS = (512, 16, 64, 32, 128, 256, 1024)
@@ -33,9 +34,9 @@ def sniff(first: Line) -> bool:
     return "timestamp" in data and any(mark in data for mark in _MARKS)
 
 
-def read(lines: Iterator[Line], options: TraceOptions) -> Iterator[Request]:
+def read(lines: Iterator[Line], options: TraceOptions, bad: OnBad = refuse) -> Iterator[Request]:
     """The requests of the file, with lengths scaled and ticks spread."""
-    rows = (line.row() for line in lines)
+    rows = _rows(lines, bad)
     head = list(islice(rows, _SAMPLE_ROWS))
     block_size = options.block_size or _infer_block_size(head)
     origin: float | None = None
@@ -43,7 +44,24 @@ def read(lines: Iterator[Line], options: TraceOptions) -> Iterator[Request]:
         origin = _milliseconds(tick[0]) if origin is None else origin
         for number, row in enumerate(tick):
             start = max(0.0, _milliseconds(row) - origin) / 1000
-            yield _request(row, start + length_s * number / len(tick), block_size, options)
+            try:
+                request = _request(row, start + length_s * number / len(tick), block_size, options)
+            except TraceError as error:
+                bad(error)
+                continue
+            yield request
+
+
+def _rows(lines: Iterator[Line], bad: OnBad) -> Iterator[Row]:
+    """The rows whose time and ids can be read."""
+    for line in lines:
+        try:
+            row = line.row()
+            _milliseconds(row), _hash_ids(row)
+        except TraceError as error:
+            bad(error)
+            continue
+        yield row
 
 
 def _milliseconds(row: Row) -> float:

@@ -8,9 +8,11 @@ the first one of the file becomes 0. `timestamp` and `session_id` are looked for
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from router.lab.errors import TraceError
 from router.lab.record import Request
-from router.lab.rows import Line, Row, TraceOptions
+from router.lab.rows import Line, OnBad, Row, TraceOptions, refuse
 
 
 def sniff(first: Line) -> bool:
@@ -22,26 +24,25 @@ def sniff(first: Line) -> bool:
     )
 
 
-def read(lines: Iterator[Line], options: TraceOptions) -> Iterator[Request]:
+def read(lines: Iterator[Line], options: TraceOptions, bad: OnBad = refuse) -> Iterator[Request]:
     """The requests of the file; `options` has nothing to say about real text."""
     origin: float | None = None
     for line in lines:
-        row = line.row()
-        body = row.nested("body")
-        timestamp = _timestamp(row, body)
-        if origin is None:
-            origin = timestamp
-        if timestamp is not None and origin is not None:
-            timestamp = max(0.0, timestamp - origin)
-        yield _request(row, body, timestamp)
+        try:
+            request = _request(line.row())
+        except TraceError as error:
+            bad(error)
+            continue
+        if request.timestamp_s is not None:
+            origin = request.timestamp_s if origin is None else origin
+            request = replace(request, timestamp_s=max(0.0, request.timestamp_s - origin))
+        yield request
 
 
-def _timestamp(row: Row, body: Row) -> float | None:
+def _request(row: Row) -> Request:
+    """The request as it stands, its time as the trace counts it."""
+    body = row.nested("body")
     outer = row.number("timestamp")
-    return body.number("timestamp") if outer is None else outer
-
-
-def _request(row: Row, body: Row, timestamp: float | None) -> Request:
     messages = body.objects("messages")
     text = token_ids = None
     if messages is not None:
@@ -58,7 +59,7 @@ def _request(row: Row, body: Row, timestamp: float | None) -> Request:
         token_ids=token_ids,
         tools=body.objects("tools"),
         max_tokens=_max_tokens(body),
-        timestamp_s=timestamp,
+        timestamp_s=body.number("timestamp") if outer is None else outer,
         session_id=row.label("session_id") or body.label("session_id"),
     )
 

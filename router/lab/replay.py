@@ -93,7 +93,7 @@ async def replay(
     report is of what was sent. Raises TargetError if the endpoint cannot be used at all, OptionError if
     options and trace contradict each other, TraceError if the trace is wrong or empty.
     """
-    options = options or ReplayOptions()
+    options, stop = options or ReplayOptions(), stop or asyncio.Event()
     wanted = list(islice(requests, options.limit))
     if not wanted:
         raise TraceError("trace", None, "there is no request in it")
@@ -102,8 +102,8 @@ async def replay(
         model = await client.served_model()
         fitting = [request for request in wanted if _fits(request, model, options)]
         run = _Run(client, model.name, options.sampling, fitting, progress)
-        stopped = await run.until_done(_plan(fitting, options), stop or asyncio.Event())
-        ideal = await _ideal_hit_rate(client, model.name, run)
+        stopped = await run.until_done(_plan(fitting, options), stop)
+        ideal = await _ideal_hit_rate(client, model.name, run, stop)
     over_context = len(wanted) - len(fitting)
     outcomes = list(run.outcomes.values())
     return summarize(outcomes, ideal, over_context=over_context, policy=options.policy, interrupted=stopped)
@@ -168,7 +168,7 @@ class _Run:
                         return True
                     if index is None:
                         continue  # the next one is due
-                    running.pop(index).result()
+                    self._note_fault(index, running.pop(index).exception())
                     count, failed = count + 1, failed + (self.outcomes[index].error is not None)
                     self._progress(count, len(self.requests), failed)
                     if index in self._next_turn:
@@ -201,6 +201,13 @@ class _Run:
         task = asyncio.create_task(sending)
         task.add_done_callback(lambda _: self._ended.put_nowait(index))
         return task
+
+    def _note_fault(self, index: int, fault: BaseException | None) -> None:
+        """What no client foresaw fails its request only: the rest was measured, and is to be measured."""
+        if fault is not None:
+            _log.error("request %d: unexpected error", index, exc_info=fault)
+            outcome = self.outcomes[index]
+            outcome.error, outcome.detail, outcome.end_s = "unexpected", repr(fault), time.perf_counter()
 
     def _mark_interrupted(self, indexes: Iterable[int]) -> None:
         """Close the outcomes of requests that were cancelled before they ended."""
@@ -250,9 +257,9 @@ async def _cancel(tasks: Iterable["asyncio.Task[None]"]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _ideal_hit_rate(client: Client, model: str, run: _Run) -> float | None:
+async def _ideal_hit_rate(client: Client, model: str, run: _Run, stop: asyncio.Event) -> float | None:
     """Ideal hits over prompt tokens, of requests that ended well; all that were sent before count as seen."""
-    prompts = await _tokens(client, model, [run.requests[index] for index in run.outcomes])
+    prompts = await _tokens(client, model, [run.requests[index] for index in run.outcomes], stop)
     outcomes = list(run.outcomes.values())
     weights: list[float] = [1.0] * len(outcomes)
     if prompts is None:
@@ -266,15 +273,18 @@ async def _ideal_hit_rate(client: Client, model: str, run: _Run) -> float | None
     return hits / total if total else None
 
 
-async def _tokens(client: Client, model: str, requests: Sequence[Request]) -> list[TokenIds] | None:
-    """The tokens of every prompt, or None where the endpoint cannot tell those of one."""
+async def _tokens(
+    client: Client, model: str, requests: Sequence[Request], stop: asyncio.Event
+) -> list[TokenIds] | None:
+    """The tokens of every prompt, or None where the endpoint cannot tell those of one, or `stop` is set."""
     limit = asyncio.Semaphore(_TOKENIZE_AT_ONCE)
     unknown = False
 
     async def one(request: Request) -> TokenIds | None:
         nonlocal unknown
         async with limit:
-            tokens = None if unknown else await client.tokenize(request, model)
+            give_up = unknown or stop.is_set()  # whoever pressed Ctrl-C waits for the report
+            tokens = None if give_up else await client.tokenize(request, model)
             unknown = unknown or tokens is None
             return tokens
 
@@ -282,9 +292,8 @@ async def _tokens(client: Client, model: str, requests: Sequence[Request]) -> li
     known = [tokens for tokens in found if tokens is not None]
     if len(known) == len(requests):
         return known
-    _log.warning(
-        "the endpoint does not tokenize; the ideal hit rate is estimated from the bytes of the prompts"
-    )
+    why = "the replay was stopped" if stop.is_set() else "the endpoint does not tokenize"
+    _log.warning("%s; the ideal hit rate is estimated from the bytes of the prompts", why)
     return None
 
 

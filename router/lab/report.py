@@ -32,6 +32,13 @@ JSON_KEYS = (
     "duration_s",
     "policy",
 )
+OVER_CONTEXT = "over_context"
+"""The kind of error of requests that were too long to be sent."""
+_BEATS_IDEAL = (
+    "A hit rate above the ideal: the ideal begins with an empty cache, and this endpoint had seen some of\n"
+    "these prompts before, from an earlier replay or other traffic. Without POST /tokenize the ideal is\n"
+    "also only an estimate."
+)
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,17 @@ class Report:
         return {name: _plain(getattr(self, name)) for name in JSON_KEYS}
 
     @property
+    def failed(self) -> int:
+        """Requests that were sent and did not end well."""
+        return sum(count for kind, count in self.errors.items() if kind != OVER_CONTEXT)
+
+    @property
+    def beats_ideal(self) -> bool:
+        """Whether more was cached than this replay alone can explain."""
+        known = self.hit_rate is not None and self.ideal_hit_rate is not None
+        return known and round((self.hit_rate or 0) - (self.ideal_hit_rate or 0), 3) > 0
+
+    @property
     def failed_entirely(self) -> bool:
         """Whether not one request ended well."""
         return sum(self.errors.values()) >= self.requests
@@ -108,7 +126,7 @@ def summarize(
     cached = sum(outcome.cached_tokens or 0 for outcome in counted) if reported else None
     errors = Counter(outcome.error for outcome in outcomes if outcome.error is not None)
     if over_context:
-        errors["over_context"] += over_context
+        errors[OVER_CONTEXT] += over_context
     return Report(
         requests=len(outcomes) + over_context,
         errors=dict(sorted(errors.items())),
@@ -174,6 +192,8 @@ def report_table(reports: Sequence[Report]) -> Table:
     for report in reports:
         failed = [str(sum(report.errors.values()))] if failures else []
         table.add_row(*_cells(report), *failed)
+    if any(report.beats_ideal for report in reports):
+        table.caption, table.caption_justify = _BEATS_IDEAL, "left"
     return table
 
 

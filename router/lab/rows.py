@@ -14,6 +14,14 @@ import numpy as np
 from router.lab.errors import OptionError, TraceError
 from router.lab.record import Json, TokenIds
 
+OnBad = Callable[[TraceError], None]
+"""What to do about a broken line: raise the error, or take note of it; then the line is left out."""
+
+
+def refuse(error: TraceError) -> None:
+    """The `OnBad` that lets no broken line pass."""
+    raise error
+
 
 @dataclass(frozen=True)
 class TraceOptions:

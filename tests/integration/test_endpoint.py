@@ -1,9 +1,11 @@
 """The real endpoint: official client, caching by the replica's truth, isolation, errors, aborts, load."""
 
 import asyncio
+import contextlib
 import json
 import time
 import uuid
+from http.client import HTTPConnection
 
 import httpx
 import openai
@@ -128,6 +130,35 @@ def test_malformed_json_bad_key_and_unknown_path(endpoint) -> None:
     assert all("message" in r.json()["error"] for r in (broken, stranger, nowhere))
 
 
+def raw_post(endpoint, *headers: bytes) -> tuple[int, dict]:
+    """A completion with raw header lines, which no HTTP library would send; its status and JSON body."""
+    content = json.dumps({"model": MODEL, "prompt": "Hello", "max_tokens": 1}).encode()
+    host, port = endpoint.url.removeprefix("http://").split(":")
+    connection = HTTPConnection(host, int(port), timeout=30)
+    with contextlib.closing(connection):
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("authorization", f"Bearer {endpoint.key}")
+        connection.putheader("content-length", str(len(content)))
+        for line in headers:
+            name, _, value = line.partition(b": ")
+            connection.putheader(name, value)
+        connection.endheaders(content)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+
+@pytest.mark.parametrize("name", [b"x-request-id", b"x-session-id", b"serve_multiplexed_model_id"])
+def test_headers_that_serve_cannot_decode(endpoint, name: bytes) -> None:
+    status, answer = raw_post(endpoint, name + b": \xff\xfe")
+    assert (status, answer["error"]["code"]) == (400, "invalid_header")
+
+
+def test_a_post_that_wants_to_be_a_websocket_is_answered(endpoint) -> None:
+    wish = (b"connection: upgrade", b"upgrade: websocket", b"sec-websocket-version: 13")
+    status, answer = raw_post(endpoint, *wish, b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==")
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 1)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_everything(endpoint, stream: bool) -> None:
     wait_for = endpoint.wait_for
@@ -193,7 +224,15 @@ def test_64_concurrent_streams_finish_and_leave_exact_zeros(endpoint) -> None:
         assert free + kept == endpoint.num_blocks
 
 
+def losses(endpoint) -> str:
+    """The line of /metrics that counts replicas taken for lost."""
+    text = httpx.get(f"{endpoint.url}/metrics", headers=endpoint.headers).text
+    return next(line for line in text.splitlines() if line.startswith("warmroute_replica_losses_total"))
+
+
 def test_health_is_answered_while_a_long_prefill_runs(endpoint) -> None:
+    fleet, lost = endpoint.replicas(), losses(endpoint)
+
     async def busy() -> float:
         async with endpoint.async_client() as http:
             prefills = [asyncio.create_task(_consume(http, body(long_prompt(2000)))) for _ in range(2)]
@@ -208,6 +247,7 @@ def test_health_is_answered_while_a_long_prefill_runs(endpoint) -> None:
             return slowest
 
     assert asyncio.run(busy()) < 2.0
+    assert (endpoint.replicas(), losses(endpoint)) == (fleet, lost)  # a slow replica is not a lost one
 
 
 @pytest.mark.parametrize("stream", [True, False])

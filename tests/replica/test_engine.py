@@ -220,8 +220,24 @@ def test_a_full_queue_refuses(tiny_engine, ask):
     engine.step()
     engine.add(ask("b", PROMPT))
     engine.add(ask("c", PROMPT))
-    with pytest.raises(QueueFull, match="2 sequences"):
+    with pytest.raises(QueueFull, match="2 of at most 2 sequences"):
         engine.add(ask("d", PROMPT))
+
+
+def test_every_choice_counts_in_the_queue(tiny_engine, ask):
+    engine = tiny_engine(max_queue=4, max_num_seqs=1)
+    engine.add(ask("a", PROMPT, n=4))
+    with pytest.raises(QueueFull, match="4 of at most 4 sequences"):
+        engine.add(ask("b", PROMPT))
+    engine.abort("a")
+    engine.add(ask("c", PROMPT, n=2))
+    with pytest.raises(QueueFull, match="2 of at most 4 sequences"):
+        engine.add(ask("d", PROMPT, n=3))
+    engine.check(ask("d", PROMPT, n=2))
+    with pytest.raises(QueueFull, match="3 of at most 4 sequences"):
+        engine.check(ask("d", PROMPT, n=2), arriving=1)
+    with pytest.raises(InvalidRequest, match="n is 5; at most 4 choices can wait"):
+        engine.add(ask("e", PROMPT, n=5))
 
 
 @pytest.mark.parametrize(

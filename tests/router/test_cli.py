@@ -2,9 +2,11 @@
 
 import hashlib
 import os
+import signal
 import socket
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import psutil
@@ -74,6 +76,55 @@ def test_serves_switches_yield_to_the_environment(monkeypatch: pytest.MonkeyPatc
     assert serve_switches()["RAY_SERVE_THROUGHPUT_OPTIMIZED"] == "0"
     if sys.platform == "linux":
         assert os.access(serve_switches()["RAY_SERVE_HAPROXY_BINARY_PATH"], os.X_OK)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds what was left behind by its environment")
+def test_ctrl_c_while_starting_is_calm_and_leaves_nothing_behind() -> None:
+    mark = f"warmroute-test-{uuid.uuid4().hex}"
+    command = [SCRIPT, "serve", "--model", "random:tiny", "--replicas", "1", "--port", str(free_port())]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "MARK": mark}
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "starting 1 replicas of random:tiny ...\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "stopping ...\n")
+    assert [p for p in psutil.process_iter() if mark in _environment(p).get("MARK", "")] == []
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return {}
+
+
+def test_ctrl_c_before_a_command_has_begun_is_calm() -> None:
+    program = "import os; from router.cli.interrupt import *; leave_calmly(); os.kill(os.getpid(), 2)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "stopping ...\n")
+
+
+def test_errors_of_every_command_begin_alike() -> None:
+    for command in (["models", "pull", "nosuch"], ["replay", "nowhere.jsonl", "--url", "http://127.0.0.1:9"]):
+        ended = run(*command)
+        assert (ended.returncode, ended.stdout) == (1, "")
+        assert ended.stderr.startswith("warmroute: "), ended.stderr
+
+
+@pytest.mark.model
+def test_a_model_that_is_there_is_pulled_without_a_bar() -> None:
+    import pty
+
+    controller, terminal = pty.openpty()
+    ended = subprocess.run([SCRIPT, "models", "pull"], stdout=subprocess.PIPE, stderr=terminal, timeout=60)
+    os.close(terminal)
+    with open(controller, "rb", buffering=0) as screen:
+        shown = screen.read(10_000)
+    assert ended.stdout.endswith(b".gguf\n")
+    assert b"smollm2" not in shown and "━".encode() not in shown
 
 
 @pytest.mark.parametrize("command", ["serve", "demo", "replay", "models", "bench engine", "bench route"])

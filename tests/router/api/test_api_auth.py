@@ -86,6 +86,17 @@ async def test_closed_to_others_without_keys(fleet, chat_body, host):
     assert (response.status_code, error["code"], error["type"]) == (403, "loopback_only", "permission_error")
 
 
+@pytest.mark.parametrize("path", [CHAT, "/tokenize", "/v1/completions"])
+async def test_a_client_gone_before_anybody_looked_is_gone_not_forbidden(fleet, make_call, path):
+    async def without_peer(scope, receive, send):  # what uvicorn says of a socket that is closed already
+        await fleet.app({**scope, "client": None}, receive, send)
+
+    call = make_call(without_peer, path, b"{}")
+    await call.task
+    assert fleet.metric("warmroute_requests_total", endpoint=path, status="499") == 1
+    assert fleet.metric("warmroute_requests_total", endpoint=path, status="403") == 0
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [

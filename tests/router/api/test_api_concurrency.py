@@ -4,7 +4,9 @@ import asyncio
 import gc
 import json
 import random
-import time
+import threading
+
+import numpy as np
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -71,19 +73,48 @@ async def test_streams_side_by_side_do_not_mix(fleet, make_play):
     await fleet.settled()
 
 
-async def test_the_loop_stays_free_while_long_texts_are_tokenized(make_fleet):
-    fleet = make_fleet()
-    gaps = []
+async def test_the_loop_is_free_while_long_bodies_are_computed(fleet, monkeypatch):
+    """The codec waits until /health has been answered meanwhile; on the event loop that could not be."""
+    entered, answered = threading.Event(), threading.Event()
 
-    async def heartbeat():
-        while True:
-            before = time.perf_counter()
-            await asyncio.sleep(0.001)
-            gaps.append(time.perf_counter() - before)
+    def waits(self, *_, **__):
+        entered.set()
+        assert answered.wait(30)
+        return np.arange(3, dtype=np.int32)
 
-    beat = asyncio.create_task(heartbeat())
+    for name in ("encode_text", "encode_chat", "decode"):
+        monkeypatch.setattr(type(fleet.codec), name, waits)
+    long = "word " * 1000
+    bodies = {
+        "/tokenize": {"prompt": long},
+        "/detokenize": {"tokens": [5] * 3000},
+        TEXT: {"model": "tiny", "prompt": long},
+        CHAT: {"model": "tiny", "messages": [{"role": "user", "content": long}]},
+    }
     async with fleet.client() as client:
-        response = await client.post("/tokenize", json={"model": "tiny", "prompt": "word " * 40_000})
-    beat.cancel()
-    assert response.json()["count"] == 200_000
-    assert len(gaps) > 20
+        for path, body in bodies.items():
+            entered.clear()
+            answered.clear()
+            task = asyncio.create_task(client.post(path, json=body))
+            await asyncio.to_thread(entered.wait, 30)
+            assert (await client.get("/health")).status_code == 200
+            answered.set()
+            assert (await task).status_code != 429
+
+
+async def test_a_client_that_leaves_while_its_body_is_checked_gets_nothing(fleet, make_call, monkeypatch):
+    entered, go = threading.Event(), threading.Event()
+
+    def waits(self, *_):
+        entered.set()
+        assert go.wait(30)
+        return np.arange(3, dtype=np.int32)
+
+    monkeypatch.setattr(type(fleet.codec), "encode_text", waits)
+    call = make_call(fleet.app, TEXT, json.dumps({"model": "tiny", "prompt": "word " * 1000}).encode())
+    await asyncio.to_thread(entered.wait, 30)
+    call.leave()
+    await call.task
+    go.set()
+    assert fleet.transport.sent == []
+    assert fleet.metric("warmroute_requests_total", endpoint=TEXT, status="499") == 1

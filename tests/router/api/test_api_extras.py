@@ -68,14 +68,14 @@ async def test_detokenize_keeps_special_tokens(fleet):
 
 
 async def test_long_texts_are_tokenized_in_a_thread_and_alike(make_fleet, tokens_of):
-    fleet = make_fleet(inline_chars=10)
+    fleet = make_fleet(inline_bytes=10)
     async with fleet.client() as client:
         await client.post(TEXT, json={"model": "tiny", "prompt": "ab" * 500})
     assert tokens_of(fleet.transport.sent[0][1]["tokens"]) == fleet.codec.encode_text("ab" * 500).tolist()
 
 
 async def test_long_texts_queue_up_to_a_bound(make_fleet):
-    fleet = make_fleet(inline_chars=10, max_pending_tokenizations=4)
+    fleet = make_fleet(inline_bytes=10, max_pending_bodies=4)
     async with fleet.client() as client:
         body = {"model": "tiny", "prompt": "ab" * 500}
         answers = await asyncio.gather(*(client.post(TEXT, json=body) for _ in range(12)))

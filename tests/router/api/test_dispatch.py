@@ -286,6 +286,25 @@ async def test_a_transport_that_fails_to_close(fleet, caplog):
     stream = await fleet.dispatcher.open(prepared())
     await stream.aclose()
     assert "closing a transport failed" in caplog.text
+    assert fleet.metric("warmroute_close_failures_total") == 1
+    await fleet.settled()
+
+
+async def test_a_transport_that_does_not_close_in_time(make_fleet, caplog):
+    async def generate(replica_id, request):
+        try:
+            yield {"type": "start", "replica": replica_id, "prompt_tokens": 1, "cached_tokens": 0}
+            yield {}
+        finally:
+            await asyncio.Event().wait()
+
+    fleet = make_fleet(limits={"close_timeout_s": 0.01})
+    fleet.transport.generate = generate
+    stream = await fleet.dispatcher.open(prepared())
+    stream.close()
+    await stream._closing
+    assert "did not close within 0.01 s" in caplog.text
+    assert fleet.metric("warmroute_close_failures_total") == 1
     await fleet.settled()
 
 

@@ -69,6 +69,51 @@ def test_key_from_the_environment(endpoint, invoke, monkeypatch):
     assert invoke("builtin:tiny", "--url", endpoint.url).exit_code == 0
 
 
+def test_one_failure_is_no_success(endpoint, invoke):
+    endpoint.fault = lambda body, number: "503" if number == 3 else ""
+    result = invoke("builtin:tiny", "--url", endpoint.url, "--json", "-")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["errors"] == {"http_503": 1}
+
+
+def test_what_was_too_long_to_send_is_no_failure(endpoint, invoke, broken_trace):
+    broken_trace.write_text('{"prompt": [1, 2, 3]}\n{"prompt": [1, 2, 3, 4]}')
+    result = invoke(broken_trace, "--url", endpoint.url, "--context", 5, "--max-tokens", 2, "--json", "-")
+    assert json.loads(result.stdout)["errors"] == {"over_context": 1}
+    assert result.exit_code == 0
+
+
+@pytest.fixture
+def broken_trace(tmp_path):
+    """Twenty lines, all broken but the first and the fifth."""
+    good = '{"prompt": "hi", "max_tokens": 1}'
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join([good, "{", "[]", "{", good, *["{"] * 15]))
+    return path
+
+
+def test_broken_lines_are_all_named_before_anything_is_sent(endpoint, invoke, broken_trace):
+    result = invoke(broken_trace, "--url", endpoint.url)
+    assert isinstance(result.exception, RouterError)
+    assert str(result.exception).startswith(f"{broken_trace}, line 2: not valid JSON")
+    assert str(result.exception).endswith(
+        "; 17 more broken (line 3, 4, 6, 7, 8, 9, 10, 11, 12, 13, ...); --skip-bad leaves such lines out"
+    )
+    assert endpoint.bodies == []
+
+
+def test_skipped_lines_are_counted_on_stderr_and_the_json_stays_as_it_is(endpoint, invoke, broken_trace):
+    result = invoke(broken_trace, "--url", endpoint.url, "--skip-bad", "--json", "-")
+    assert result.exit_code == 0
+    data = json.loads(result.stdout)
+    assert (set(data), data["requests"], len(endpoint.bodies)) == (EXACT_KEYS, 2, 2)
+    assert result.stderr.splitlines()[-1].startswith(f"18 broken lines skipped: {broken_trace}, line 2: ")
+
+
+def test_lines_beyond_the_limit_are_not_looked_at(endpoint, invoke, broken_trace):
+    assert invoke(broken_trace, "--url", endpoint.url, "--limit", 1).exit_code == 0
+
+
 @pytest.mark.parametrize(
     "arguments, complaint",
     [

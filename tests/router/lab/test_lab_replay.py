@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from router.lab.client import Sampling, Target, sse_data
-from router.lab.errors import OptionError, TargetError, TraceError
+from router.lab.errors import TargetError
 from router.lab.record import Request
 from router.lab.replay import ReplayOptions, replay
 from router.lab.report import JSON_KEYS
@@ -233,6 +233,37 @@ class TestFaults:
         assert report.failed_entirely
         assert report.errors == {"http_503": 4}
 
+    def test_what_no_client_foresaw_fails_its_request_only(self, endpoint, caplog):
+        odd = Request(text="odd", max_tokens=float("nan"))
+        report = run(endpoint, [chat("a"), odd, chat("b")], concurrency=1)
+        assert (report.requests, report.errors) == (3, {"unexpected": 1})
+        assert report.notes[0].startswith("unexpected: ValueError(")
+        assert "request 1: unexpected error" in caplog.text
+
+    def test_an_endpoint_that_goes_away_leaves_a_report(self):
+        """After the first answer nobody listens any more."""
+        models = b'{"data": [{"id": "m"}]}'
+        end = b'{"choices": [{"text": "x", "finish_reason": "stop"}], "usage": {"prompt_tokens": 9}}'
+
+        async def answer(reader, writer):
+            head = await reader.readuntil(b"\r\n\r\n")
+            if head.startswith(b"POST"):
+                server.close()
+            body = models if head.startswith(b"GET") else b"data: %s\n\ndata: [DONE]\n\n" % end
+            writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + body)
+            await writer.drain()
+            writer.close()
+
+        async def scenario():
+            nonlocal server
+            server = await asyncio.start_server(answer, "127.0.0.1", 0)
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            return await replay([chat(str(n)) for n in range(3)], Target(url), ReplayOptions(concurrency=1))
+
+        server = None
+        report = asyncio.run(scenario())
+        assert (report.requests, report.errors, report.prompt_tokens) == (3, {"connect": 2}, 9)
+
     def test_a_connection_cut_in_the_middle(self, endpoint):
         """Headers promise more than the server sends before it closes the socket."""
 
@@ -262,126 +293,6 @@ class TestFaults:
         report = run(endpoint, prompts, context_length=100)
         assert (report.requests, report.errors, report.failed_entirely) == (2, {"over_context": 2}, True)
         assert report.duration_s == 0.0
-
-
-class TestTargets:
-    @pytest.mark.parametrize(
-        "status, complaint",
-        [
-            (401, "API key was refused"),
-            (403, "API key was refused"),
-            (404, "is this the base URL"),
-            (500, "answered 500"),
-        ],
-    )
-    def test_an_endpoint_that_says_no(self, endpoint, status, complaint):
-        endpoint.models_status = status
-        with pytest.raises(TargetError, match=complaint):
-            run(endpoint, [chat("a")])
-        assert endpoint.bodies == []
-
-    def test_wrong_key(self, endpoint):
-        endpoint.api_key = "secret"
-        with pytest.raises(TargetError, match="API key was refused"):
-            run(endpoint, [chat("a")], target=Target(endpoint.url, api_key="wrong"))
-
-    @pytest.mark.parametrize(
-        "answer", [{"data": []}, {"data": 3}, {"models": []}, [], {"data": [{"name": "x"}]}]
-    )
-    def test_an_endpoint_that_lists_no_models(self, endpoint, answer):
-        endpoint.models = answer
-        with pytest.raises(
-            TargetError, match=r"lists no model|does not answer as an OpenAI-compatible endpoint"
-        ):
-            run(endpoint, [chat("a")])
-
-    def test_a_named_model_needs_no_list(self, endpoint):
-        endpoint.models_status = 404
-        assert run(endpoint, [chat("a")], target=Target(endpoint.url, "mine")).errors == {}
-
-    def test_nobody_listens(self, unused_tcp_port):
-        with pytest.raises(TargetError, match=r"cannot reach http://127.0.0.1"):
-            asyncio.run(replay([chat("a")], Target(f"http://127.0.0.1:{unused_tcp_port}")))
-
-    @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", ""])
-    def test_no_url(self, url):
-        with pytest.raises(OptionError, match="must begin with http"):
-            asyncio.run(replay([chat("a")], Target(url)))
-
-    def test_a_key_that_no_header_can_carry(self):
-        with pytest.raises(OptionError, match="API key"):
-            asyncio.run(replay([chat("a")], Target("http://x", api_key="käse\n")))
-
-
-class TestOptions:
-    @pytest.mark.parametrize(
-        "options",
-        [{"speed": 1.0, "concurrency": 2}, {"concurrency": 0}, {"speed": 0.0}, {"speed": float("nan")},
-         {"limit": 0}, {"timeout_s": -1.0}, {"context_length": 0}, {"sampling": Sampling(max_tokens=0)}],
-    )  # fmt: skip
-    def test_that_cannot_work(self, options):
-        with pytest.raises(OptionError):
-            ReplayOptions(**options)
-
-    def test_speed_needs_timestamps(self, endpoint):
-        with pytest.raises(OptionError, match="without timestamps"):
-            run(endpoint, [chat("a", timestamp_s=0.0), chat("b")], speed=1.0)
-
-    def test_nothing_to_replay(self, endpoint):
-        with pytest.raises(TraceError, match="no request"):
-            run(endpoint, [])
-
-
-class TestStopping:
-    def test_stop_reports_what_was_sent(self, endpoint):
-        endpoint.fault = lambda body, number: "hang" if number >= 2 else ""
-
-        async def scenario():
-            stop = asyncio.Event()
-
-            def progress(ended, total, failed):
-                if ended == 2:
-                    stop.set()
-
-            requests = [chat(str(n)) for n in range(20)]
-            options = ReplayOptions(concurrency=1, timeout_s=30.0)
-            report = await replay(requests, Target(endpoint.url), options, progress, stop)
-            return report, asyncio.all_tasks()
-
-        report, tasks = asyncio.run(scenario())
-        assert report.interrupted
-        assert report.requests == 2 + report.errors.get("interrupted", 0)
-        assert report.prompt_tokens > 0 and report.ideal_hit_rate is not None
-        assert len(tasks) == 1
-
-    def test_stop_while_all_hang(self, endpoint):
-        endpoint.fault = lambda body, number: "hang"
-
-        async def scenario():
-            stop = asyncio.Event()
-            options = ReplayOptions(concurrency=3, timeout_s=30.0)
-            running = asyncio.create_task(replay([chat("a")] * 9, Target(endpoint.url), options, None, stop))
-            await asyncio.to_thread(endpoint.hanging.wait, 5)
-            stop.set()
-            return await running
-
-        report = asyncio.run(scenario())
-        assert (report.requests, report.errors, report.interrupted) == (3, {"interrupted": 3}, True)
-
-    def test_cancelling_leaves_no_task_behind(self, endpoint):
-        endpoint.fault = lambda body, number: "hang"
-
-        async def scenario():
-            running = asyncio.create_task(
-                replay([chat("a")] * 9, Target(endpoint.url), ReplayOptions(concurrency=3))
-            )
-            await asyncio.to_thread(endpoint.hanging.wait, 5)
-            running.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await running
-            return asyncio.all_tasks()
-
-        assert len(asyncio.run(scenario())) == 1
 
 
 class TestEvents:

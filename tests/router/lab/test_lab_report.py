@@ -97,6 +97,14 @@ def test_table_fits_eighty_columns():
     ]
 
 
+def test_table_explains_a_hit_rate_above_the_ideal():
+    report = summarize([outcome(0, 1, 2, 2)], 0.39)
+    assert report.hit_rate == 0.4
+    assert "A hit rate above the ideal: " in as_text([report, replace(report, ideal_hit_rate=0.5)])
+    for explained in (0.4, 0.39999, None):
+        assert "above the ideal" not in as_text([replace(report, ideal_hit_rate=explained)])
+
+
 def test_table_shows_failures_and_what_is_unknown():
     reports = [
         summarize([outcome(0, 0.05, 0.25, 1, replica=None)], 0.5),

@@ -237,6 +237,35 @@ class TestMooncake:
             rows_of(trace(mooncake(0, 100, list(range(50)))))
 
 
+class TestBrokenLinesLeftOut:
+    def test_of_chats(self, trace):
+        bad = []
+        path = trace("{broken", CHAT, '{"messages": []}', {"prompt": "x"})
+        assert [r.text for r in read_trace(path, bad=bad.append)] == [None, "x"]
+        assert [(error.path, error.line) for error in bad] == [(str(path), 1), (str(path), 3)]
+
+    def test_of_mooncake_rows(self, trace):
+        bad = []
+        rows = [mooncake(0, 512, [1]), "{", mooncake(9, 512, ["a"]), mooncake(9, 5000, [1])]
+        path = trace(*rows, mooncake(3000, 600, [1, 2]))
+        requests = list(read_trace(path, bad=bad.append))
+        assert [(len(r.token_ids), r.timestamp_s) for r in requests] == [(512, 0.0), (600, 3.0)]
+        assert [error.line for error in bad] == [2, 3, 4]
+
+    def test_that_are_not_text(self, tmp_path):
+        bad = []
+        (tmp_path / "t").write_bytes(b'\xff\n{"prompt": "x"}\n\xff')
+        assert [r.text for r in read_trace(tmp_path / "t", bad=bad.append)] == ["x"]
+        assert [(error.line, error.what[:14]) for error in bad] == [
+            (1, "not UTF-8 text"),
+            (3, "not UTF-8 text"),
+        ]
+
+    def test_may_not_be_all(self, trace):
+        with pytest.raises(TraceError, match="the trace is empty"):
+            read_trace(trace("{", "{"), bad=lambda error: None)
+
+
 class TestPublicTraces:
     def test_mooncake_conversation(self):
         requests = rows_of(public("mooncake_conversation.jsonl.gz"), scale=1 / 64)
@@ -263,6 +292,11 @@ class TestPublicTraces:
 def test_builtin():
     assert len(list(read_trace("builtin"))) == 91
     assert [r.messages for r in read_trace("builtin:tiny")] == [r.messages for r in builtin_workload(TINY)]
+
+
+def test_an_unknown_builtin_names_the_known_ones():
+    with pytest.raises(TraceError, match=r"builtin:huge: no such .*; there are: builtin, builtin:tiny$"):
+        read_trace("builtin:huge")
 
 
 def test_a_file_named_builtin_is_reached_by_path(trace, monkeypatch):
