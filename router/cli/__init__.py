@@ -66,10 +66,12 @@ def _register() -> None:
     from router.cli.demo import demo
     from router.cli.serve import serve
     from router.lab.commands import replay
+    from router.lab.simulate import simulate
 
     app.command()(serve)
     app.command()(demo)
     app.command()(replay)
+    app.command()(simulate)
     app.add_typer(bench, name="bench")
     _add_plugins("warmroute.commands", app)
     _add_plugins("warmroute.bench", bench)
