@@ -1,4 +1,4 @@
-"""The hash table alone: against a dictionary, with good and with bad keys, and when every bucket overflows."""
+"""The hash table alone: against a dictionary, with good and bad keys, and when every bucket overflows."""
 
 import random
 
