@@ -194,11 +194,11 @@ class Twin:
                 self.unpin(node)
             raise OutOfBlocks(need, available)
         self.sequences.append(sequence)
+        if sequence.reading:
+            self.use_hit(sequence, hit)
         sequence.table = hit + self.take(need)
         sequence.published = len(hit)
         sequence.cached = sequence.computed = len(hit) * self.size + sequence.common
-        if sequence.reading:
-            self.use_hit(sequence, hit)
         self.retain(sequence, 0, len(hit))
         self.counts["claims"] += 1
         self.counts["hit_tokens"] += sequence.cached
@@ -206,13 +206,14 @@ class Twin:
         self.counts["missed_tokens"] += len(tokens) - sequence.cached
 
     def use_hit(self, sequence, hit):
+        now = self.tick()
         for node in hit:
             node.uses += 1
         for end in range((len(hit) + 1) * self.size, len(sequence.tokens) + 1, self.size):
             key = (sequence.space, tuple(sequence.tokens[:end]))
             if (at := self.ghost(key)) is not None:
                 self.counts["regrets"] += 1
-                self.sums["regret_s"] += self.now - at
+                self.sums["regret_s"] += now - at
                 del self.ghosts[self.hash(key) % self.num_ghosts]
 
     def append(self, sequence, tokens):
