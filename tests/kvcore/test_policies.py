@@ -158,7 +158,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("policy", ORDERS)
 def test_the_order_of_each_policy(make_cache, ns, run, victims, clock, policy):
-    """A is stored at 0 s and hit at 210, 220 and 230; B stored at 100, hit at 250; C stored at 200, D at 300."""
+    """A is stored at 0 s, hit at 210, 220 and 230; B stored at 100, hit at 250; C stored at 200, D at 300."""
     cache = make_cache(policy=policy)
     uses = [(0, "A"), (100, "B"), (200, "C"), (210, "A"), (220, "A"), (230, "A"), (250, "B"), (300, "D")]
     for clock.now, name in uses:

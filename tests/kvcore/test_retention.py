@@ -155,11 +155,11 @@ def test_deadlines_that_are_replaced_do_not_pile_up(make_cache, ns, run, clock):
     assert len(cache._state._retentions._line) <= 66
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [(-1, 4, 50), (4, 4, 50), (5, 4, 50), (0, 4, 101), (0, 4, -1), (0, 4, 50, 0.0), (0, 4, 50, -1.0)]
-    + [(0, None, 50, math.nan)],
-)
+WRONG = [(-1, 4, 50), (4, 4, 50), (5, 4, 50), (0, 4, 101), (0, 4, -1)]
+WRONG += [(0, 4, 50, 0.0), (0, 4, 50, -1.0), (0, None, 50, math.nan)]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_impossible_ranges_are_refused(wrong):
     with pytest.raises(InvalidRequest):
         Retention(*wrong)
