@@ -44,7 +44,7 @@ def find(pool: Pool, key: np.uint64) -> int:
     """The published block with this hash, or -1."""
     bucket, tag = _place(pool, key)
     ids = np.uint32(pool.state[0].id_mask)
-    while True:
+    for _ in range(pool.slots.shape[0]):
         for i in range(1, 16):
             entry = pool.slots[bucket, i]
             if entry & ~ids == tag and entry & ids != 0:
@@ -52,8 +52,9 @@ def find(pool: Pool, key: np.uint64) -> int:
                 if pool.blocks[block].hash == key:
                     return block
         if pool.slots[bucket, 0] == 0:
-            return -1
+            break
         bucket = _next(pool, bucket)
+    return -1
 
 
 @jit

@@ -84,14 +84,14 @@ class Occupancy:
         lease.space, self.pool = self.spaces.enter(self.pool, lease.namespace.digest())
         self.pool.spaces["users"][lease.space] += 1
         self.leases.add(lease)
+        if lease.reading:  # before this claim's own evictions
+            hashes = lease.hashes_to(len(lease) // self._block_size)
+            holding.use_hit(self.pool, lease.blocks[:depth], hashes[depth:], self.tick())
         self._take(lease.blocks[depth:])
         if source >= 0:
             lease.copy = BlockCopy(source, int(lease.blocks[depth]), common)
         lease.published = depth
         lease.cached_tokens = lease.computed = depth * self._block_size + common
-        if lease.reading:
-            hashes = lease.hashes_to(len(lease) // self._block_size)
-            holding.use_hit(self.pool, lease.blocks[:depth], hashes[depth:], self._now)
         self._retain(lease, 0, depth)
         self._count(lease, common)
 

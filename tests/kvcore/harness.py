@@ -135,7 +135,8 @@ class Harness:
     @staticmethod
     def kv_of(sequence, count):
         """What stands for the KV of the first `count` tokens: each depends on all before it."""
-        every = accumulate(sequence.tokens[:count], lambda kv, token: hash((kv, token)), initial=sequence.space)
+        tokens = sequence.tokens[:count]
+        every = accumulate(tokens, lambda kv, token: hash((kv, token)), initial=sequence.space)
         return islice(every, 1, None)
 
     def do_copy(self, lease):

@@ -7,9 +7,9 @@ import pytest
 from kvcore.cache import PrefixCache
 from kvcore.errors import InvalidRequest, WireError
 from kvcore.events import BlocksRemoved, BlocksStored, Cleared, EventBatch, EventLog
-from kvcore.snapshot import Snapshot
 from kvcore.hashing import PrefixHasher
 from kvcore.namespace import Namespace
+from kvcore.snapshot import Snapshot
 
 
 def span(start, stop):

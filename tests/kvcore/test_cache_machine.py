@@ -152,7 +152,7 @@ def test_hypothesis_finds_no_difference(make_harness):
 
 
 # Each action and how often it comes; a clear is rare, or nothing would ever be old.
-SHARES = {"claim": 8, "batch": 0.5, "append": 4, "commit": 7, "release": 7, "fork": 1, "truncate": 1.5}
+SHARES = {"claim": 8, "batch": 0.5, "append": 4, "commit": 7, "release": 7, "fork": 2, "truncate": 1.5}
 SHARES |= {"explain": 2, "poll": 2, "clear": 0.3}
 
 
@@ -189,6 +189,7 @@ def act(harness, rng, action):
         harness.commit(which, rng.choice([0, 0, 0, 1, 3, 7]))
     elif harness.live and action == "fork":
         harness.fork(which)
+        harness.append(-1, [rng.randint(0, 2)])
     elif harness.live and action == "truncate":
         harness.truncate(which, rng.choice([1, 2, 3, 8]))
     elif harness.live and action == "release":

@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore.errors import InvalidRequest
@@ -44,6 +44,7 @@ def plain(hasher, tokens, size, root):
     return hashes
 
 
+@settings(deadline=None)  # the first call compiles
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40), st.integers(1, 7))
 def test_vectorised_equals_the_formula(tokens, size):
     hasher = PrefixHasher(b"s")
@@ -52,6 +53,7 @@ def test_vectorised_equals_the_formula(tokens, size):
     assert hasher.block_hashes(array, size, root).tolist() == plain(hasher, array, size, root)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 12), st.integers(0, 12))
 def test_a_chain_extended_in_parts_equals_one_pass(first, second):
     hasher = PrefixHasher(b"s")

@@ -1,4 +1,4 @@
-"""A naive prefix cache, the oracle of the tests: whole prefixes in a dictionary, one rule a line, no cleverness.
+"""A naive prefix cache, the oracle of the tests: whole prefixes in a dictionary, one rule a line.
 
 It does what `PrefixCache` promises, in the same order of events and on the same clock, so everything that can
 be seen must be equal: hits, refusals, the order of eviction, every counter. It knows no block ids and no
@@ -32,7 +32,7 @@ class Sequence:
 
 
 class Twin:
-    """`hash_of(space, tokens)` is the hash of the last full block; `ghosts` how many evictions it remembers."""
+    """`hash_of(space, tokens)` is the hash of the last full block; `ghosts` the size of the ghost table."""
 
     def __init__(self, num_blocks, size, policy, clock, hash_of, ghosts):
         self.free, self.size, self.policy, self.clock = num_blocks, size, policy, clock
@@ -40,8 +40,9 @@ class Twin:
         self.now = self.started = clock()
         self.nodes = {}  # key (space, all tokens up to the block's end): visible Node
         self.sequences = []
-        names = "claims forks hit_tokens partial_hit_tokens missed_tokens stored cleared deduplicated collisions"
-        self.counts = dict.fromkeys([*names.split(), "evictions", "regrets"], 0)
+        tokens = ["hit_tokens", "partial_hit_tokens", "missed_tokens"]
+        blocks = ["stored", "cleared", "deduplicated", "evictions", "regrets"]
+        self.counts = dict.fromkeys(["claims", "forks", "collisions", *tokens, *blocks], 0)
         self.sums = dict.fromkeys(["lifetime_s", "idle_s", "regret_s"], 0.0)
 
     # --- Looking ---
@@ -73,7 +74,7 @@ class Twin:
         return order
 
     def closest(self, space, prefix, wanted):
-        """The sibling that shares most with `wanted`: down a search tree in which larger hashes are higher."""
+        """The sibling that shares most with `wanted`: down a search tree with larger hashes higher up."""
         keys = [key for key in self.nodes if key[0] == space and key[1][: -self.size] == prefix]
         ends = sorted((key[1][-self.size :], self.hash(key), key) for key in keys)
         most = max((common_length(end, wanted) for end, _, _ in ends), default=0)
@@ -99,7 +100,8 @@ class Twin:
                 break
             hit.append(node)
         start = len(hit) * size
-        return hit, *self.closest(space, tuple(tokens[:start]), tuple(tokens[start : min(start + size, most)]))
+        wanted = tuple(tokens[start : min(start + size, most)])
+        return hit, *self.closest(space, tuple(tokens[:start]), wanted)
 
     def ghost(self, key):
         """When a block with this key was evicted, if that is remembered."""
@@ -192,11 +194,11 @@ class Twin:
                 self.unpin(node)
             raise OutOfBlocks(need, available)
         self.sequences.append(sequence)
+        if sequence.reading:
+            self.use_hit(sequence, hit)
         sequence.table = hit + self.take(need)
         sequence.published = len(hit)
         sequence.cached = sequence.computed = len(hit) * self.size + sequence.common
-        if sequence.reading:
-            self.use_hit(sequence, hit)
         self.retain(sequence, 0, len(hit))
         self.counts["claims"] += 1
         self.counts["hit_tokens"] += sequence.cached
@@ -204,13 +206,14 @@ class Twin:
         self.counts["missed_tokens"] += len(tokens) - sequence.cached
 
     def use_hit(self, sequence, hit):
+        now = self.tick()
         for node in hit:
             node.uses += 1
         for end in range((len(hit) + 1) * self.size, len(sequence.tokens) + 1, self.size):
             key = (sequence.space, tuple(sequence.tokens[:end]))
             if (at := self.ghost(key)) is not None:
                 self.counts["regrets"] += 1
-                self.sums["regret_s"] += self.now - at
+                self.sums["regret_s"] += now - at
                 del self.ghosts[self.hash(key) % self.num_ghosts]
 
     def append(self, sequence, tokens):
@@ -304,4 +307,5 @@ class Twin:
 
 def common_length(one, other):
     """How many leading elements are equal."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    shorter = min(len(one), len(other))
+    return next((i for i in range(shorter) if one[i] != other[i]), shorter)
