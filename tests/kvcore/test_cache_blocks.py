@@ -356,8 +356,8 @@ DAMAGES = {
     "parent": (1, lambda pool: pool.blocks["parent"].__setitem__(1, 5)),
     "hash": (1, lambda pool: pool.blocks["hash"].__setitem__(1, 99)),
     "child": (1, lambda pool: pool.blocks["child"].__setitem__(1, -1)),
-    "space": (0, lambda pool: pool.blocks["space"].__setitem__(0, 3)),
-    "a leaf not in the heap": (2, lambda pool: pool.state.__setitem__("leaves", 0)),
+    "space": (0, lambda pool: pool.blocks["parent"].__setitem__(0, -4)),
+    "a leaf not in the heap": (2, lambda pool: pool.habits["leaves"].fill(0)),
     "a leaf out of its place": (2, lambda pool: pool.blocks["used_at"].__setitem__(2, 9.0)),
     "the free list": (3, lambda pool: pool.state.__setitem__("free_head", 4)),
 }

@@ -11,17 +11,17 @@ from kvcore.blocks import CACHED, PRIVATE
 RANKS = {
     "lru": lambda facts: facts["used_at"],
     "priority": lambda facts: facts["used_at"],
-    "reuse": lambda facts: facts["used_at"] + (300.0 if facts["uses"] > 1 else 0.0),
+    "reuse": lambda facts: facts["used_at"],
     "lfu": lambda facts: facts["used_at"] + 300.0 * math.log2(facts["uses"]),
-    "fifo": lambda facts: facts["stored_at"],
+    "fifo": lambda facts: facts["used_at"],
 }
 
 
-def make_leaf(pool, block, used_at=0.0, stored_at=0.0, uses=1, level=35):
+def make_leaf(pool, block, used_at=0.0, uses=1, level=35):
     """An idle published block without children, entered in the heap."""
     facts = pool.blocks[block]
     facts["state"], facts["refs"], facts["child"], facts["hash"] = CACHED, 0, -1, block
-    facts["used_at"], facts["stored_at"], facts["uses"], facts["level"] = used_at, stored_at, uses, level
+    facts["used_at"], facts["uses"], facts["level"] = used_at, uses, level
     eviction.push(pool, block)
 
 
@@ -44,13 +44,18 @@ def test_against_a_sorted_list(make_cache, policy):
     for size in (1, 2, 7, 300):
         pool = eviction.roomy(make_cache(num_blocks=size, policy=policy)._state.pool, size)
         for block in rng.sample(range(size), size):
-            used_at, stored_at = rng.random() * 2000, float(rng.randrange(1 << 20))
-            make_leaf(pool, block, used_at, stored_at, rng.choice([1, 1, 2, 3, 65_535]), rng.randrange(3))
+            make_leaf(pool, block, rng.random() * 2000, rng.choice([1, 1, 2, 3, 65_535]), rng.randrange(3))
+        pool.habits["bonus"] = bonus = [-700.0, -200.0, -1.5] if policy == "reuse" else [0.0] * 3
         rank = RANKS[policy]
-        expected = sorted(range(size), key=lambda i: (pool.blocks[i]["level"], rank(pool.blocks[i])))
+
+        def place(block):
+            facts = pool.blocks[block]
+            return facts["level"], rank(facts) + bonus[min(facts["uses"], 3) - 1]
+
+        expected = sorted(range(size), key=place)
         assert [eviction.rank(pool, i) for i in range(size)] == [rank(facts) for facts in pool.blocks]
         assert drain(pool) == expected
-        assert pool.state["leaves"][0] == 0
+        assert pool.habits["leaves"].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +67,7 @@ def test_an_entry_that_no_longer_fits_its_block_is_dropped(make_cache, field, va
     make_leaf(pool, 1, used_at=2.0)
     pool.blocks[field][0] = value
     assert eviction.first(pool) == 1
-    assert pool.state["leaves"][0] == 1
+    assert pool.habits["leaves"][0] == 1
 
 
 def test_a_block_entered_again_goes_by_its_new_place(make_cache):
@@ -83,14 +88,14 @@ def test_a_block_that_is_twice_in_the_heap_goes_once(make_cache):
 
 def test_the_heap_grows_only_when_leaves_need_it(make_cache):
     pool = make_cache(num_blocks=100, policy="lru")._state.pool
-    assert len(pool.heap) == 64 and eviction.roomy(pool, 64) is pool
+    assert pool.heaps.shape == (3, 64) and eviction.roomy(pool, 64) is pool
     sizes = []
     for again in range(40):
         for block in range(10):
             pool = eviction.roomy(pool, 1)
-            sizes.append(len(pool.heap))
+            sizes.append(pool.heaps.shape[1])
             make_leaf(pool, block, used_at=10.0 * again + block)
     assert sizes == [64] * 64 + [129] * 336, "390 of the 400 entries were stale"
     larger = eviction.roomy(pool, 200)
-    assert len(larger.heap) >= 210 and larger.state["leaves"][0] == 10
+    assert larger.heaps.shape[1] >= 210 and larger.habits["leaves"][0] == 10
     assert drain(larger) == list(range(10))

@@ -4,8 +4,8 @@ from kvcore import eviction
 from kvcore.spaces import Spaces
 
 
-def leave(spaces, pool, space, users=1):
-    eviction.leave_space(pool, space, users)
+def leave(spaces, pool, space):
+    eviction.leave_space(pool, space)
     spaces.forget_unused(pool)
 
 
@@ -29,9 +29,9 @@ def test_several_are_forgotten_at_once(make_cache):
     spaces, pool = Spaces(), make_cache()._state.pool
     for number in range(5):
         space, pool = spaces.enter(pool, bytes([number]))
-        pool.spaces["users"][space] = number
+        pool.spaces["users"][space] = 1
     for number in (3, 1, 4):
-        eviction.leave_space(pool, number, number)
+        eviction.leave_space(pool, number)
     spaces.forget_unused(pool)
     assert sorted(number for _, number in spaces) == [0, 2]
     assert pool.state["unused_space"][0] == -1

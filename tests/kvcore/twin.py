@@ -11,7 +11,7 @@ import numpy as np
 
 from kvcore.errors import OutOfBlocks
 
-BONUS_S = HALF_LIFE_S = 300.0
+HALF_LIFE_S = 300.0
 
 
 class Node:
@@ -19,7 +19,7 @@ class Node:
 
     def __init__(self):
         self.key, self.refs, self.visible, self.dead = None, 1, False, False
-        self.used_at = self.stored_at = 0.0
+        self.used_at = 0.0
         self.uses, self.level, self.deadline = 1, 35, None
 
 
@@ -31,19 +31,78 @@ class Sequence:
         self.computed = self.published = self.cached = self.common = 0
 
 
+class Habits:
+    """How often blocks of a class (used once, twice, more often) are used again, and ghosts of evicted ones."""
+
+    def __init__(self, num_blocks, buckets):
+        self.num_blocks, self.buckets = num_blocks, buckets
+        self.uses, self.again, self.bonus = [0.0] * 3, [0.0] * 3, [0.0] * 3
+        self.gaps = self.squares = self.age = 0.0
+        self.ghosts = [[None] * 4 for _ in range(buckets)]  # of [30 bits of the hash, uses, float32 at, counted]
+
+    @staticmethod
+    def class_of(uses):
+        return min(uses, 3) - 1
+
+    def use(self, node, gap):
+        self.again[self.class_of(node.uses)] += 1
+        node.uses = min(node.uses + 1, 65_535)
+        self.uses[self.class_of(node.uses)] += 1
+        self.see(gap)
+
+    def see(self, gap):
+        self.gaps += gap
+        self.squares += gap * gap
+
+    def begin(self, node, key, now, started):
+        node.uses = 1
+        ghost = self.find(key)
+        if ghost is not None:
+            self.again[self.class_of(ghost[1])] += 1
+            self.see(now - (started + ghost[2]) + self.age)
+            node.uses = ghost[1] + 1
+            bucket = self.ghosts[key % self.buckets]
+            bucket[bucket.index(ghost)] = None
+        self.uses[self.class_of(node.uses)] += 1
+
+    def end(self, node, key, now, started):
+        self.age += (now - node.used_at - self.age) * min(8 / self.num_blocks, 1.0)
+        bucket = self.ghosts[key % self.buckets]
+        way = bucket.index(None) if None in bucket else min(range(4), key=lambda way: bucket[way][2])
+        bucket[way] = [key >> 34, min(node.uses, 3), float(np.float32(now - started)), False]
+
+    def find(self, key):
+        same = [ghost for ghost in self.ghosts[key % self.buckets] if ghost and ghost[0] == key >> 34]
+        return same[0] if same else None
+
+    def learn(self):
+        uses, again = sum(self.uses), sum(self.again)
+        if self.gaps > 0:
+            tau = self.squares / self.gaps
+            scale = min(1.0, tau / self.age) if self.age > 0 else 1.0
+            prior, best = self.num_blocks / 16, -math.inf
+            for c in range(3):
+                share = (self.again[c] + prior * again / uses) / (self.uses[c] + prior)
+                best = max(best, scale * tau * math.log(min(share, 1.0)))
+                self.bonus[c] = best
+        if uses > 16 * self.num_blocks:
+            self.gaps, self.squares = self.gaps / 2, self.squares / 2
+            self.uses, self.again = [u / 2 for u in self.uses], [a / 2 for a in self.again]
+
+
 class Twin:
-    """`hash_of(space, tokens)` is the hash of the last full block; `ghosts` the size of the ghost table."""
+    """`hash_of(space, tokens)` is the hash of the last full block; `ghosts` counts buckets of ghosts."""
 
     def __init__(self, num_blocks, size, policy, clock, hash_of, ghosts):
         self.free, self.size, self.policy, self.clock = num_blocks, size, policy, clock
-        self.hash_of, self.num_ghosts, self.ghosts = hash_of, ghosts, {}
+        self.hash_of, self.habits = hash_of, Habits(num_blocks, ghosts)
         self.now = self.started = clock()
         self.nodes = {}  # key (space, all tokens up to the block's end): visible Node
         self.sequences = []
         tokens = ["hit_tokens", "partial_hit_tokens", "missed_tokens"]
         blocks = ["stored", "cleared", "deduplicated", "evictions", "regrets"]
         self.counts = dict.fromkeys(["claims", "forks", "collisions", *tokens, *blocks], 0)
-        self.sums = dict.fromkeys(["lifetime_s", "idle_s", "regret_s"], 0.0)
+        self.sums = dict.fromkeys(["idle_s", "regret_s"], 0.0)
 
     # --- Looking ---
 
@@ -58,10 +117,10 @@ class Twin:
 
     def rank(self, node):
         if self.policy == "reuse":
-            return node.used_at + (BONUS_S if node.uses > 1 else 0.0)
+            return node.used_at + self.habits.bonus[self.habits.class_of(node.uses)]
         if self.policy == "lfu":
             return node.used_at + HALF_LIFE_S * math.log2(node.uses)
-        return node.stored_at if self.policy == "fifo" else node.used_at
+        return node.used_at  # with fifo, when it was stored
 
     def order(self):
         """Idle nodes as they would go: again and again the leaf of the lowest level and rank."""
@@ -105,8 +164,8 @@ class Twin:
 
     def ghost(self, key):
         """When a block with this key was evicted, if that is remembered."""
-        tag, at = self.ghosts.get(self.hash(key) % self.num_ghosts, (None, 0.0))
-        return self.started + at if tag == self.hash(key) >> 32 and at > 0 else None
+        ghost = self.habits.find(self.hash(key))
+        return None if ghost is None else self.started + ghost[2]
 
     def explain(self, space, tokens):
         """The hit, why it ends, and how long ago the next block was evicted."""
@@ -138,7 +197,7 @@ class Twin:
         node.refs -= 1
         if node.refs == 0 and not node.visible:
             self.free += 1
-        elif node.refs == 0 and now is not None:
+        elif node.refs == 0 and now is not None and self.policy != "fifo":
             node.used_at = now
 
     def drop(self, nodes):
@@ -152,6 +211,8 @@ class Twin:
         for node in self.nodes.values():
             if node.deadline is not None and node.deadline <= now:
                 node.level, node.deadline = 35, None
+        if count > self.free:
+            self.habits.learn()
         for _ in range(count):
             if self.free:
                 self.free -= 1
@@ -164,9 +225,7 @@ class Twin:
         del self.nodes[victim.key]
         self.counts["evictions"] += 1
         self.sums["idle_s"] += now - victim.used_at
-        self.sums["lifetime_s"] += now - self.started - victim.stored_at
-        key = self.hash(victim.key)
-        self.ghosts[key % self.num_ghosts] = key >> 32, float(np.float32(now - self.started))
+        self.habits.end(victim, self.hash(victim.key), now, self.started)
 
     def retain(self, sequence, start, end):
         for first, last, level, duration in sequence.ranges:
@@ -208,13 +267,13 @@ class Twin:
     def use_hit(self, sequence, hit):
         now = self.tick()
         for node in hit:
-            node.uses += 1
+            self.habits.use(node, now - node.used_at if node.refs == 1 else 0.0)
         for end in range((len(hit) + 1) * self.size, len(sequence.tokens) + 1, self.size):
-            key = (sequence.space, tuple(sequence.tokens[:end]))
-            if (at := self.ghost(key)) is not None:
+            ghost = self.habits.find(self.hash((sequence.space, tuple(sequence.tokens[:end]))))
+            if ghost is not None and not ghost[3]:
                 self.counts["regrets"] += 1
-                self.sums["regret_s"] += now - at
-                del self.ghosts[self.hash(key) % self.num_ghosts]
+                self.sums["regret_s"] += now - (self.started + ghost[2])
+                ghost[3] = True
 
     def append(self, sequence, tokens):
         place, inside = divmod(sequence.computed, self.size)
@@ -256,7 +315,8 @@ class Twin:
                 break
             else:
                 own.key, own.visible, self.nodes[key] = key, True, own
-                own.stored_at = float(np.float32(now - self.started))
+                own.used_at = now
+                self.habits.begin(own, self.hash(key), now, self.started)
                 taken.add(self.hash(key))
                 self.counts["stored"] += 1
             sequence.published += 1
@@ -264,7 +324,7 @@ class Twin:
 
     def share(self, sequence, place, visible):
         visible.refs += 1
-        visible.uses += 1
+        self.habits.use(visible, 0.0)
         self.unpin(sequence.table[place])
         sequence.table[place] = visible
 
