@@ -67,7 +67,7 @@ class SGLang:
     """SGLang's `RadixCache` (0.5.23) on the CPU, with the calls that a request's life needs and no others.
 
     Its scheduler does more: it writes a table of slots per request and matches again after the insert. Here
-    `alloc` stands for `alloc_extend`, which is a GPU kernel there. Tokens are `array("q")`, as in its requests.
+    `alloc` stands for `alloc_extend`, a GPU kernel there. Tokens are `array("q")`, as in its requests.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, events: bool) -> None:
