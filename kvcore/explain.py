@@ -49,14 +49,13 @@ def explain(
         return because("complete")
     if end > len(tokens):
         return because("differs" if common else "short")
-    key = hashes[depth]
     if any(
         lease.publishing and lease.space == space and lease.computed < end <= len(lease)
-        and lease.hashes_to(depth + 1)[depth] == key
+        and np.array_equal(lease.tokens[:end], tokens[:end])
         for lease in state.leases
     ):  # fmt: skip
         return because("uncommitted")
-    evicted_at = habits.evicted_at(pool, key)
+    evicted_at = habits.evicted_at(pool, hashes[depth])
     if evicted_at > 0:
         return because("evicted", max(round(state.tick() - evicted_at, 3), 0.0))
     for digest, other in state.spaces:

@@ -50,7 +50,7 @@ def _range(part: Any) -> Retention:
     start, end, level = part.get("start"), part.get("end"), part.get("priority")
     duration = part.get("duration_s")
     if not isinstance(level, int):
-        raise InvalidRequest("a cache retention range needs a priority")
+        raise InvalidRequest(f"cache priority must be an integer, not {level!r}")
     for name, value in (("start", start), ("end", end), ("priority", level)):
         if type(value) not in (int, type(None)):
             raise InvalidRequest(f"cache {name} must be an integer, not {value!r}")

@@ -26,6 +26,7 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opti
 _HELP = {
     "models": "List, fetch and find model weights.",
     "engine": "One engine: time to first token cold and warm, prefill and decode rates.",
+    "kvcore": "The prefix cache: one request cycle, beside SGLang and vLLM where they are installed.",
     "route": "The router: hash, match, rank and reserve, per decision.",
 }
 

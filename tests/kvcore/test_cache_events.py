@@ -1,5 +1,7 @@
 """The event stream: exact events, gaps, snapshots, the wire."""
 
+import logging
+
 import msgpack
 import numpy as np
 import pytest
@@ -66,10 +68,30 @@ def test_events_cannot_be_changed(cache, ns, run):
         event.hashes[0] = 0
 
 
-def test_raw_salts_are_nowhere_in_the_stream(cache, run):
-    run(cache, range(8), Namespace("m", tenant="tenant-x", salt="hunter2"))
-    data = cache.events_since(77, 0).encode() + cache.snapshot().encode()
+def test_raw_salts_are_nowhere_in_stream_explanation_or_log(cache, run, caplog):
+    owner = Namespace("m", tenant="tenant-x", salt="hunter2")
+    with caplog.at_level(logging.DEBUG):
+        run(cache, range(8), owner)
+        told = repr([cache.explain(span(0, 9), space) for space in (owner, Namespace("m"))])
+        told += repr(cache.stats()) + repr(owner.digest()) + caplog.text
+        cache.clear(owner)
+    data = cache.events_since(77, 0).encode() + cache.snapshot().encode() + told.encode()
     assert b"hunter2" not in data and b"tenant-x" not in data
+
+
+def test_the_parent_is_the_visible_block_whatever_the_caller_believes(cache, ns, residency):
+    """A caller with another secret brings other hashes; the cache goes on with its own."""
+    lease = cache.claim(span(0, 8), ns, hashes=np.array([5, 6], dtype=np.uint64))
+    cache.commit(lease, 8)
+    cache.append(lease, span(8, 12))
+    cache.commit(lease, 12)
+    own = hashes_of(cache, ns, span(0, 12))[2]
+    assert [plain(event)[2:4] for event in cache.events.since(77, 0)] == [([5, 6], None), ([own], 6)]
+    follower, now = residency(epoch=77), residency()
+    for event in cache.events.since(77, 0):
+        follower.apply(event)
+    now.load(cache.snapshot())
+    assert follower == now
 
 
 def test_a_gap_is_visible(make_cache, ns, run):

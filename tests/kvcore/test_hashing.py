@@ -1,3 +1,5 @@
+"""Prefix hashes: the formula in plain integers, pinned values, secrets, namespaces, and what is refused."""
+
 import logging
 import subprocess
 import sys

@@ -50,7 +50,7 @@ class Worker:
             self.end()
 
     def prompt(self):
-        tokens = self.rng.choice(STEMS)[: self.rng.randint(1, 30)] + [self.rng.randrange(3)]
+        tokens = [*self.rng.choice(STEMS)[: self.rng.randint(1, 30)], self.rng.randrange(3)]
         space = SPACES[0] if self.rng.random() < 0.7 else self.rng.choice(SPACES)
         keep = (Retention(0, 8, self.rng.randrange(101), 0.01),) if self.rng.random() < 0.2 else ()
         return Prompt(np.array(tokens, dtype=np.int32), space, None, self.rng.random() < 0.9, True, keep)
@@ -191,9 +191,12 @@ def test_everything_else_takes_turns(cache, ns, run):
         "events_since": lambda: cache.events_since(None, 0),
         "stats": cache.stats,
     }
-    threads = [
-        threading.Thread(target=lambda c=c: (c(), done.append(1)), daemon=True) for c in calls.values()
-    ]
+
+    def go(call):
+        call()
+        done.append(call)
+
+    threads = [threading.Thread(target=go, args=[call], daemon=True) for call in calls.values()]
     with cache._lock:
         for thread in threads:
             thread.start()
