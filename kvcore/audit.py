@@ -68,8 +68,8 @@ def _check_tree(pool: Pool) -> None:
     """Index and trees list exactly the CACHED blocks, and those are prefix-closed."""
     facts = pool.blocks
     cached = np.flatnonzero(facts["state"] == CACHED).tolist()
-    for figure, count in (("published", len(cached)), ("in the hash table", np.count_nonzero(pool.slots[:, 1:]))):
-        assert count == int(pool.state["published"][0]), f"{count} blocks {figure}, another number counted"
+    counts = {len(cached), int(np.count_nonzero(pool.slots[:, 1:])), int(pool.state["published"][0])}
+    assert len(counts) == 1, f"{counts}: blocks published, in the hash table, and counted"
     expected: dict[int, list[int]] = {block: [] for block in cached}
     for block in cached:
         parent = int(facts["parent"][block])
@@ -99,7 +99,8 @@ def _check_leaves(pool: Pool) -> None:
     for block in np.flatnonzero(pool.blocks["state"] == CACHED).tolist():
         if eviction.is_leaf(pool, block):
             rank, level = eviction.rank(pool, block), int(pool.blocks["level"][block])
-            assert (eviction.heap_of(pool, block), block, rank, level) in entries, f"block {block}: a leaf without its entry"
+            entry = (eviction.heap_of(pool, block), block, rank, level)
+            assert entry in entries, f"block {block}: a leaf without its entry"
 
 
 def _check_lease(pool: Pool, lease: Lease) -> None:

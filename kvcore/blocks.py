@@ -18,8 +18,8 @@ DEFAULT_LEVEL = 35
 
 BlockIds = npt.NDArray[np.int32]
 
-# 40 bytes. Valid for CACHED blocks only: hash, used_at, parent, child, left, right, uses, level. A first block of
-# a prompt has parent `-1 - space`: the root of its namespace.
+# 40 bytes. Valid for CACHED blocks only: hash, used_at, parent, child, left, right, uses, level. A first
+# block of a prompt has parent `-1 - space`: the root of its namespace.
 BLOCK = np.dtype(
     [
         ("hash", np.uint64),
@@ -61,7 +61,10 @@ STATE = np.dtype(
         ("idle_s", np.float64),  # sum over evicted blocks
         ("regrets", np.int64),
         ("regret_s", np.float64),
-        ("gap_s", np.float64),  # sums over the idle times that ended in another use, of them and their squares
+        (
+            "gap_s",
+            np.float64,
+        ),  # sums over the idle times that ended in another use, of them and their squares
         ("gap_s2", np.float64),
         ("age_s", np.float64),  # idle time of victims, smoothed
         ("published_at", np.float64),  # when `published` changed last
@@ -91,7 +94,7 @@ class Pool(NamedTuple):
 
 
 def make_pool(num_blocks: int, block_size: int, slots: np.ndarray, policy: int, now: float) -> Pool:
-    """A pool whose blocks are all free, with an empty hash table. Raises `InvalidRequest` for sizes that are out of range."""
+    """A pool whose blocks are all free, with an empty hash table. Raises `InvalidRequest` for wrong sizes."""
     if not 1 <= num_blocks < 1 << 30:
         raise InvalidRequest(f"num_blocks must be 1..2^30-1, not {num_blocks}")
     if block_size < 1:
@@ -145,7 +148,7 @@ def give_free(pool: Pool, block: int) -> None:
 def same_tokens(pool: Pool, block: int, wanted: npt.NDArray[np.int32], start: int) -> bool:
     """Whether a block holds the tokens at `start` of `wanted`, all of them."""
     tokens = pool.tokens[block]
-    for i in range(tokens.shape[0]):
+    for i in range(len(tokens)):  # noqa: SIM110 - numba compiles no generators
         if tokens[i] != wanted[start + i]:
             return False
     return True

@@ -38,8 +38,8 @@ Hashes = npt.NDArray[np.uint64]
 class PrefixCache:
     """A pool of `num_blocks` blocks of `block_size` tokens with a prefix tree over the published ones.
 
-    `policy` names the eviction order (see `kvcore.eviction`); `clock` returns seconds. `epoch` names this life
-    of the cache in its events (default: random); `events` brings an own log instead, and with it its epoch.
+    `policy` names the eviction order (see `kvcore.eviction`); `clock` returns seconds. `epoch` names this
+    life of the cache in its events (default: random); `events` brings an own log instead, with its epoch.
 
     Raises `InvalidRequest` for sizes below 1, an unknown policy, or an epoch that contradicts the log's.
     """

@@ -7,7 +7,7 @@ them: a consumer that is too slow sees a gap, takes a snapshot, and goes on from
 
 import threading
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 

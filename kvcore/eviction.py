@@ -17,6 +17,8 @@ Policies
     priority  nothing but the priority level; within a level as lru
 """
 
+from typing import Any
+
 import numpy as np
 
 from kvcore import habits, index, tree
@@ -61,12 +63,12 @@ def idle(pool: Pool, block: int, now: float) -> None:
 
 
 @jit
-def _precedes(a: np.void, b: np.void) -> bool:
+def _precedes(a: Any, b: Any) -> bool:
     return a.level < b.level or (a.level == b.level and a.rank < b.rank)
 
 
 @jit
-def _swap(a: np.void, b: np.void) -> None:
+def _swap(a: Any, b: Any) -> None:
     a.rank, b.rank = b.rank, a.rank
     a.block, b.block = b.block, a.block
     a.level, b.level = b.level, a.level
@@ -206,7 +208,7 @@ def refill(pool: Pool) -> None:
 def roomy(pool: Pool, pushes: int) -> Pool:
     """The pool with room in its heaps for `pushes` more: stale entries are dropped, or the heaps grow."""
     capacity = pool.heaps.shape[1]
-    if int(pool.habits["leaves"].max()) + pushes <= capacity:
+    if np.int64(pool.habits["leaves"].max()) + pushes <= capacity:
         return pool
     facts = pool.blocks
     leaves = np.count_nonzero((facts["state"] == CACHED) & (facts["refs"] == 0) & (facts["child"] < 0))

@@ -1,11 +1,11 @@
 """How likely a block is to be used again: what the reuse-aware policy learns while it runs.
 
-Blocks are of three classes: used once, twice, more often. Per class, P is the share of uses that were followed
-by another one; over all, tau is the typical time between two uses, longer times weighing more. The chance that
-a block is used again after an idle time t is then about P * exp(-t / tau), and comparing its logarithm means
-comparing `last use + tau * ln P`. So a class has a bonus in seconds, at most 0, which measures nothing but the
-traffic itself: no setting, no absolute time. Where all classes are used alike, or the pool is so large that
-victims are much older than tau, the order is that of least recent use.
+Blocks are of three classes: used once, twice, more often. Per class, P is the share of uses that another one
+followed; over all, tau is the typical time between two uses, longer times weighing more. The chance that a
+block is used again after an idle time t is then about P * exp(-t / tau), and comparing its logarithm means
+comparing `last use + tau * ln P`. So a class has a bonus in seconds, at most 0, which measures nothing but
+the traffic itself: no setting, no absolute time. Where all classes are used alike, or the pool is so large
+that victims are much older than tau, the order is that of least recent use.
 
 Ghosts remember blocks that were evicted lately: one that returns is not new, and its return counts as a use.
 """

@@ -8,8 +8,8 @@ With t the tokens, b the block size and all arithmetic modulo 2^64::
     hash[k] = mix(root + s[k])                    root: from the secret and the namespace
 
 `mix` is the finalizer of splitmix64 (Steele, Lea, Flood, OOPSLA 2014). The chain is a running sum instead of
-a nested hash, so vector units (or one GPU pass) compute a whole prompt at once. Collisions are possible, as with
-any 64-bit key: the cache compares tokens before it trusts a key, and a router only loses an estimate.
+a nested hash, so vector units (or one GPU pass) compute a whole prompt at once. Collisions are possible, as
+with any 64-bit key: the cache compares tokens before it trusts a key, and a router only loses an estimate.
 """
 
 import hashlib
@@ -191,4 +191,3 @@ def _finish(sums: npt.NDArray[np.uint64], root: np.uint64, mask: np.uint64) -> N
     """From running sums to hashes, in place."""
     for k in range(len(sums)):
         sums[k] = mix(sums[k] + root) & mask
-

@@ -5,7 +5,6 @@ blocks to take and of room in the heap.
 """
 
 import numpy as np
-import numpy.typing as npt
 
 from kvcore import eviction, habits, index, tree
 from kvcore.blocks import CACHED, DEAD, DEFAULT_LEVEL, PRIVATE, BlockIds, Pool, give_free, take_free
@@ -31,7 +30,7 @@ def pin_all(pool: Pool, table: BlockIds) -> None:
 
 @jit
 def unpin(pool: Pool, block: int) -> bool:
-    """One holder less; whether that was the last one. What becomes of an idle block is the caller's to say."""
+    """One holder less; whether that was the last one. What becomes of the block is the caller's to say."""
     facts = pool.blocks[block]
     facts.refs -= 1
     if facts.refs > 0:
@@ -42,9 +41,7 @@ def unpin(pool: Pool, block: int) -> bool:
 
 
 @jit
-def pin_hit(
-    pool: Pool, tokens: Tokens, hashes: Hashes, space: int, table: BlockIds
-) -> tuple[int, int, int]:
+def pin_hit(pool: Pool, tokens: Tokens, hashes: Hashes, space: int, table: BlockIds) -> tuple[int, int, int]:
     """Find the hit as in `match.find` and hold its full blocks and the block to copy from."""
     depth, source, common = find(pool, tokens, hashes, space, table)
     pin_all(pool, table[:depth])

@@ -1,14 +1,14 @@
 """The one way in which this package compiles a function.
 
 The loops over blocks are plain Python that numba compiles: a chain of 512 blocks is walked, compared and
-counted in microseconds, with one rule a line. A compiled call holds the GIL, so it is atomic to other threads.
+counted in microseconds, one rule a line. A compiled call holds the GIL, so it is atomic to other threads.
 """
 
 import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numba
 
@@ -24,6 +24,7 @@ def _folder() -> str:
 
 
 _FOLDER = _folder()
+_config: Any = numba.config
 
 
 def jit(function: F) -> F:
@@ -32,10 +33,11 @@ def jit(function: F) -> F:
     Compiled functions must not allocate: they work in arrays that they are given. In return the arrays'
     reference counts can stay as they are (`_nrt`), which each call of a small step would spend 100 ns on.
     """
-    usual, numba.config.CACHE_DIR = numba.config.CACHE_DIR, _FOLDER
+    options: dict[str, Any] = {"_nrt": False, "error_model": "numpy"}
+    usual, _config.CACHE_DIR = _config.CACHE_DIR, _FOLDER
     try:
-        return numba.njit(cache=True, _nrt=False, error_model="numpy")(function)
+        return numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no folder for the cache, as in a read-only container without a home
-        return numba.njit(_nrt=False, error_model="numpy")(function)
+        return numba.njit(**options)(function)
     finally:
-        numba.config.CACHE_DIR = usual
+        _config.CACHE_DIR = usual

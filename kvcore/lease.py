@@ -15,8 +15,8 @@ from kvcore.retention import Retention
 class Prompt(NamedTuple):
     """What a claim asks for.
 
-    `tokens` is int32[n]. `hashes` are the prefix hashes of the full blocks, if the caller has them (uint64, at
-    least n // block_size, from the cache's secret). `read=False` uses no cached block (for prompt
+    `tokens` is int32[n]. `hashes` are the prefix hashes of the full blocks, if the caller has them (uint64,
+    at least n // block_size, from the cache's secret). `read=False` uses no cached block (for prompt
     log-probabilities); `publish=False` never makes this sequence's blocks visible. `retention` says how long
     to keep which tokens.
     """
@@ -152,7 +152,9 @@ class Lease:
 
     def twin(self) -> "Lease":
         """A lease on the computed tokens and their blocks, with nothing of it shared but the blocks."""
-        twin = Lease(Prompt(self._token_buffer[: self.computed], self.namespace), self._hasher, self.block_size)
+        twin = Lease(
+            Prompt(self._token_buffer[: self.computed], self.namespace), self._hasher, self.block_size
+        )
         twin._block_ids[:] = self._block_ids[: twin._num_blocks]
         if self._hashed <= self.computed // self.block_size:
             twin._hash_buffer, twin._hashed = self._hash_buffer[: self._hashed].copy(), self._hashed

@@ -96,7 +96,7 @@ class Occupancy:
         self._count(lease, common)
 
     def append(self, lease: Lease, tokens: npt.NDArray[np.int32]) -> None:
-        """Record tokens and take their blocks, one more if they begin in a block that is not the lease's own."""
+        """Record tokens and take their blocks, one more if they begin in a block that others hold or hit."""
         place, inside = divmod(lease.computed, self._block_size)
         shared = bool(inside and len(tokens)) and holding.is_shared(self.pool, int(lease.blocks[place]))
         need = -(-(len(lease) + len(tokens)) // self._block_size) - len(lease.blocks) + shared

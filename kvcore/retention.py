@@ -66,7 +66,7 @@ class Retentions:
                 self._set_deadline(pool, block, None if part.duration_s is None else now + part.duration_s)
 
     def expire(self, pool: Pool, now: float) -> Pool:
-        """Blocks whose time is over have the default level again; the pool may come back with a larger heap."""
+        """Give blocks whose time is over the default level; returns the pool, maybe with larger heaps."""
         while self._line and self._line[0][0] <= now:
             deadline, block = heapq.heappop(self._line)
             if self._deadlines.get(block, (None, 0))[0] != deadline:

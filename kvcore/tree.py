@@ -1,8 +1,8 @@
 """The published children of each block, sorted by their tokens, for hits that end inside a block.
 
-Siblings form a zip tree (Tarjan, Levy, Timmel, arXiv:1806.06726): a binary search tree that the blocks' hashes
-keep balanced, since they are random to everybody without the secret. Nearly every block has at most one
-child, which then is a tree of one. Roots are in the parent block, or in the namespace for first blocks.
+Siblings form a zip tree (Tarjan, Levy, Timmel, arXiv:1806.06726): a binary search tree that the blocks'
+hashes keep balanced, since they are random to everybody without the secret. Nearly every block has at most
+one child, which then is a tree of one. Roots are in the parent block, or in the namespace for first blocks.
 """
 
 import numpy as np

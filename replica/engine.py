@@ -20,7 +20,7 @@ import numpy as np
 
 from kvcore.cache import PrefixCache
 from kvcore.errors import CacheError
-from kvcore.fingerprint import FilterGeometry, FingerprintFeed, FingerprintUpdate
+from kvcore.fingerprint import FilterGeometry, FingerprintUpdate
 from kvcore.namespace import Namespace
 from replica.answer import Answer, Streamed
 from replica.beam_answer import BeamAnswer
@@ -29,6 +29,7 @@ from replica.choice import EngineTokenizer
 from replica.config import EngineConfig
 from replica.drafts import Drafter
 from replica.errors import EngineDead, InvalidRequest, QueueFull
+from replica.fingerprint_feed import FingerprintFeed
 from replica.plan import Plan
 from replica.rates import Rates
 from replica.request import Failure, Output, Request

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvcore.cache import PrefixCache
 from kvcore.hashing import PrefixHasher
@@ -111,7 +110,7 @@ def optimum(prompts: Prompts, options: PooledOptions) -> float:
     cached: dict[int, int] = {}  # key: its next use
     line: list[tuple[int, int, int]] = []  # (minus the next use, tie, key), some of them stale
     ties, hits = count(), []
-    for number, keys in enumerate(requests):
+    for keys in requests:
         hits.append(_known(keys, cached) * options.block_size)
         if len(keys) > options.blocks:
             continue

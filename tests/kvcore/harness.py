@@ -18,7 +18,6 @@ from kvcore.events import EventLog
 from kvcore.fingerprint import (
     CountingFilter,
     FilterGeometry,
-    FingerprintFeed,
     FingerprintUpdate,
     column_digest,
 )
@@ -26,6 +25,7 @@ from kvcore.hashing import PrefixHasher
 from kvcore.lease import Prompt
 from kvcore.namespace import Namespace
 from kvcore.retention import Retention
+from replica.fingerprint_feed import FingerprintFeed
 
 SPACES = [Namespace("m"), Namespace("m", salt=""), Namespace("m", adapter="a", tenant="t")]
 

@@ -47,12 +47,8 @@ def test_against_a_sorted_list(make_cache, policy):
             make_leaf(pool, block, rng.random() * 2000, rng.choice([1, 1, 2, 3, 65_535]), rng.randrange(3))
         pool.habits["bonus"] = bonus = [-700.0, -200.0, -1.5] if policy == "reuse" else [0.0] * 3
         rank = RANKS[policy]
-
-        def place(block):
-            facts = pool.blocks[block]
-            return facts["level"], rank(facts) + bonus[min(facts["uses"], 3) - 1]
-
-        expected = sorted(range(size), key=place)
+        places = [(f["level"], rank(f) + bonus[min(f["uses"], 3) - 1]) for f in pool.blocks]
+        expected = sorted(range(size), key=places.__getitem__)
         assert [eviction.rank(pool, i) for i in range(size)] == [rank(facts) for facts in pool.blocks]
         assert drain(pool) == expected
         assert pool.habits["leaves"].tolist() == [0, 0, 0]

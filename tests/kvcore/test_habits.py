@@ -69,8 +69,10 @@ def test_a_block_that_returns_is_not_new(make_cache, ns, run, clock):
     run(cache, [*range(8)], ns)  # evicts it
     clock.now = 30.0
     run(cache, prompt("A"), ns)
-    block = cache._state.pool.blocks["hash"].tolist().index(
-        int(cache.hasher.block_hashes(np.array(prompt("A"), np.int32), 4, cache.hasher.root(ns))[0])
+    block = (
+        cache._state.pool.blocks["hash"]
+        .tolist()
+        .index(int(cache.hasher.block_hashes(np.array(prompt("A"), np.int32), 4, cache.hasher.root(ns))[0]))
     )
     assert cache._state.pool.blocks["uses"][block] == 3
     assert cache._state.pool.habits["again"].tolist() == [1.0, 1.0, 0.0]
@@ -87,7 +89,11 @@ def test_old_habits_fade(make_cache, ns, run, clock):
     pool.habits["uses"], pool.habits["again"] = [40.0, 20.0, 5.0], [20.0, 5.0, 5.0]
     pool.state["gap_s"], pool.state["gap_s2"] = 100.0, 1000.0
     before = bonuses(cache)
-    assert pool.habits["uses"].tolist() == [20.0, 10.0, 2.5] and pool.habits["again"].tolist() == [10.0, 2.5, 2.5]
+    assert pool.habits["uses"].tolist() == [20.0, 10.0, 2.5] and pool.habits["again"].tolist() == [
+        10.0,
+        2.5,
+        2.5,
+    ]
     assert (pool.state["gap_s"][0], pool.state["gap_s2"][0]) == (50.0, 500.0)
     assert bonuses(cache) != before and pool.habits["uses"].tolist() == [20.0, 10.0, 2.5], "65 uses > 16 x 4"
 

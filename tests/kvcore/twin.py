@@ -32,13 +32,13 @@ class Sequence:
 
 
 class Habits:
-    """How often blocks of a class (used once, twice, more often) are used again, and ghosts of evicted ones."""
+    """How often blocks of a class (used once, twice, more often) are used again; ghosts of evicted ones."""
 
     def __init__(self, num_blocks, buckets):
         self.num_blocks, self.buckets = num_blocks, buckets
         self.uses, self.again, self.bonus = [0.0] * 3, [0.0] * 3, [0.0] * 3
         self.gaps = self.squares = self.age = 0.0
-        self.ghosts = [[None] * 4 for _ in range(buckets)]  # of [30 bits of the hash, uses, float32 at, counted]
+        self.ghosts = [[None] * 4 for _ in range(buckets)]  # of [tag, uses, float32 at, counted]
 
     @staticmethod
     def class_of(uses):
