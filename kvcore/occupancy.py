@@ -59,10 +59,12 @@ class Occupancy:
     @property
     def eviction_age_s(self) -> float | None:
         """How long the next victim has been idle, in seconds."""
+        now = self._clock()
+        self.pool = self._retentions.expire(self.pool, now)
         victim = eviction.first(self.pool)
         if victim < 0:
             return None
-        return round(max(self._clock() - float(self.pool.blocks["used_at"][victim]), 0.0), 6)
+        return round(max(now - float(self.pool.blocks["used_at"][victim]), 0.0), 6)
 
     def pin_hit(self, lease: Lease) -> Hit:
         """Hold the longest cached prefix: the number of its full blocks, a block to copy from or -1, and how
@@ -96,7 +98,7 @@ class Occupancy:
         self._count(lease, common)
 
     def append(self, lease: Lease, tokens: npt.NDArray[np.int32]) -> None:
-        """Record tokens and take their blocks, one more if they begin in a block that others hold or hit."""
+        """Record tokens and take their blocks, one more if they begin in one that others hold or hit."""
         place, inside = divmod(lease.computed, self._block_size)
         shared = bool(inside and len(tokens)) and holding.is_shared(self.pool, int(lease.blocks[place]))
         need = -(-(len(lease) + len(tokens)) // self._block_size) - len(lease.blocks) + shared

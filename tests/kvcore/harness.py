@@ -249,13 +249,16 @@ class Harness:
         self.cache.check()
         self.follow(self.close)
         stats, twin = self.cache.stats(), self.twin
+        twin.expire(self.now)
         assert (stats.free, stats.cached, stats.published) == (twin.free, len(twin.idle()), len(twin.nodes))
         assert stats.free + stats.cached + stats.held == stats.num_blocks
         assert {name: getattr(stats, name) for name in twin.counts} == twin.counts
         for name, total in twin.sums.items():
             assert getattr(stats, name) == pytest.approx(total, rel=1e-6, abs=1e-6), name
-        order = [self.key_of(block) for block in self.victims(self.cache)]
-        assert order == [node.key for node in twin.order()]
+        order, expected = [self.key_of(block) for block in self.victims(self.cache)], twin.order()
+        assert order == [node.key for node in expected]
+        age = max(round(self.now - expected[0].used_at, 6), 0.0) if expected else None
+        assert stats.eviction_age_s == age
         self.agree_on_tables()
 
     def agree_on_tables(self):

@@ -78,6 +78,17 @@ def test_a_low_level_for_a_time_ends_too(make_cache, ns, run, clock, victims):
     assert victims(cache) == [0, 1] and levels(cache, lease) == [35]
 
 
+def test_the_age_of_the_next_victim_is_that_after_the_end_of_a_level(make_cache, ns, run, clock):
+    cache = make_cache(num_blocks=3)
+    run(cache, [1, 1, 1, 1], ns, retention=[Retention(0, None, 80, 60.0)])
+    clock.now = 10.0
+    run(cache, [2, 2, 2, 2], ns)
+    ages = []
+    for clock.now in (50.0, 70.0):
+        ages.append(cache.stats().eviction_age_s)
+    assert ages == [40.0, 70.0]
+
+
 def test_a_hit_counts_the_time_anew(make_cache, ns, run, clock):
     cache = make_cache(num_blocks=4)
     keep = [Retention(0, None, 80, 60.0)]

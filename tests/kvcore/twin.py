@@ -206,11 +206,14 @@ class Twin:
             for node in reversed(nodes):
                 self.unpin(node, now)
 
-    def take(self, count):
-        now = self.tick()
+    def expire(self, now):
         for node in self.nodes.values():
             if node.deadline is not None and node.deadline <= now:
                 node.level, node.deadline = 35, None
+
+    def take(self, count):
+        now = self.tick()
+        self.expire(now)
         if count > self.free:
             self.habits.learn()
         for _ in range(count):
