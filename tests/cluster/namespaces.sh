@@ -75,6 +75,7 @@ down() {
         [ -e "$host/pid" ] && kill -KILL "$(cat "$host/pid")" 2>/dev/null || true
     done
     for name in $(ip -o netns list | awk '/^warmroute[0-9]/ {print $1}'); do
+        ip link del "$name" 2>/dev/null || true # the namespace may linger, and its cable with it
         ip netns del "$name"
     done
     ip link del "$BRIDGE" 2>/dev/null || true
