@@ -1,7 +1,8 @@
 """The operations a decoder calls, as one protocol, and the choice of who implements them.
 
 Every implementation is a module with these functions: `reference` is the truth (any dtype, float64 too),
-`cpu` the fast path in torch for float32 on a CPU. `WARMROUTE_KERNELS=reference` forces one by name.
+`cpu` the fast path for float32 on a CPU, and `cpu_torch` its part that needs nothing but torch, which stands
+in where `cpu` cannot be imported. `WARMROUTE_KERNELS=reference` forces one by name.
 
 Shapes: T new tokens, S sequences, Hq query heads, Hkv key/value heads, D head dimension.
 A KV cache of one layer is a pair of tensors [num_blocks, block_size, Hkv, D]; slot s is offset s %
@@ -11,6 +12,7 @@ block_size of block s // block_size.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +21,11 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-IMPLEMENTATIONS = ("reference", "cpu")
+from kernels.grouped import Weight
+
+log = logging.getLogger(__name__)
+
+IMPLEMENTATIONS = ("reference", "cpu", "cpu_torch")
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -42,9 +48,9 @@ class PagedSeqs:
 
 
 class Kernels(Protocol):
-    """What `reference` and `cpu` both provide."""
+    """What every implementation provides."""
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def pack_linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """y[T, out] = x[T, in] @ weight[out, in].T + bias; the weight may be kept in another layout."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -81,4 +87,12 @@ def select(device: torch.device, dtype: torch.dtype) -> Kernels:
         name = "cpu" if device.type == "cpu" and dtype == torch.float32 else "reference"
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"WARMROUTE_KERNELS={name!r}: known are {', '.join(IMPLEMENTATIONS)}")
-    return cast(Kernels, importlib.import_module(f"kernels.{name}"))
+    if name == "cpu" and (device.type != "cpu" or dtype != torch.float32):
+        raise ValueError(f"WARMROUTE_KERNELS=cpu is for float32 on a CPU only, not {dtype} on {device}")
+    try:
+        return cast(Kernels, importlib.import_module(f"kernels.{name}"))
+    except ImportError as error:
+        if name != "cpu":
+            raise
+        log.warning("compiled CPU kernels cannot be used, torch's take their place, slower: %s", error)
+        return cast(Kernels, importlib.import_module("kernels.cpu_torch"))

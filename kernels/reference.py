@@ -11,14 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.grouped import Weight, dense
 from kernels.ops import Linear, PagedSeqs
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None) -> Linear:
+def pack_linear(weight: Weight, bias: Tensor | None) -> Linear:
     """x @ weight.T + bias."""
+    plain = dense(weight)
 
     def apply(x: Tensor) -> Tensor:
-        y = x @ weight.T
+        y = x @ plain.T
         return y if bias is None else y + bias
 
     return apply

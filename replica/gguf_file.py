@@ -1,8 +1,9 @@
 """A GGUF file, memory-mapped: metadata as Python values, tensors as float32 arrays on demand.
 
 The format is that of ggml's `docs/gguf.md`, versions 2 and 3, little-endian. Quantized tensors are expanded
-by the `gguf` package. Its own `GGUFReader` makes a numpy view of each of a vocabulary's 100,000 strings and
-takes 2.5 s over a file of 100 MB; here the header is read in one pass of `struct`, in 0.1 s.
+by the `gguf` package, or kept as they are (`gguf_groups`). The package's `GGUFReader` makes a numpy view of
+each of a vocabulary's 100,000 strings and takes 2.5 s over a file of 100 MB; here the header is read in one
+pass of `struct`, in 0.1 s.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from kernels.grouped import GroupedWeight
 from replica.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from replica.gguf_groups import grouped
 
 SUPPORTED = frozenset(
     gguf.GGMLQuantizationType[name]
@@ -63,15 +66,23 @@ class GgufFile:
         info = self.tensors.get(name)
         if info is None:
             return None
-        if info.kind not in SUPPORTED:
-            raise UnsupportedModel(f"tensor {name!r} of {self.path} has type {info.kind.name}")
-        raw = np.frombuffer(self._data, np.uint8, info.nbytes, info.start)
+        raw = self._bytes(info)
         if info.kind == gguf.GGMLQuantizationType.F32:
             return raw.view(np.float32).reshape(info.shape)
         if info.kind == gguf.GGMLQuantizationType.F16:
             return raw.view(np.float16).astype(np.float32).reshape(info.shape)
         rows = raw.reshape(*info.shape[:-1], -1)
         return gguf.quants.dequantize(rows, info.kind).astype(np.float32, copy=False).reshape(info.shape)
+
+    def grouped(self, name: str) -> GroupedWeight | None:
+        """The matrix as it is quantized, or None when there is none of this name in groups of 32."""
+        info = self.tensors.get(name)
+        return None if info is None else grouped(self._bytes(info), info.kind, info.shape)
+
+    def _bytes(self, info: TensorInfo) -> npt.NDArray[np.uint8]:
+        if info.kind not in SUPPORTED:
+            raise UnsupportedModel(f"tensor {info.name!r} of {self.path} has type {info.kind.name}")
+        return np.frombuffer(self._data, np.uint8, info.nbytes, info.start)
 
     def _read(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         magic, version = self._unpack("4sI")

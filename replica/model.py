@@ -9,16 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels import ops
+from kernels.grouped import GroupedWeight, Weight, stack
 from replica.batch import ForwardBatch, IntArray
 from replica.errors import CorruptModel
 from replica.model_config import ModelConfig, rope_tables
+
+_W = TypeVar("_W", Tensor, GroupedWeight)
 
 
 class WeightSource(Protocol):
@@ -26,6 +29,14 @@ class WeightSource(Protocol):
 
     def get(self, name: str) -> Tensor | None:
         """The tensor as [out, in] (or [n]), or None when the model has no such tensor."""
+
+
+@runtime_checkable
+class QuantizedSource(WeightSource, Protocol):
+    """A source that has matrices still quantized, too."""
+
+    def grouped(self, name: str) -> GroupedWeight | None:
+        """The matrix [out, in], or None when it has it only as a tensor, or not at all."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,7 @@ class Model:
         )
         self._layers = [load.layer(index) for index in range(self.config.num_layers)]
         self._norm = load.tensor("model.norm.weight", self.config.hidden_size)
-        self._head = load.head(self._embedding)
+        self._head = load.head()
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Make room for num_blocks blocks of block_size tokens; replaces what was there."""
@@ -199,23 +210,31 @@ class _Loader:
 
     def optional(self, name: str, *shape: int) -> Tensor | None:
         found = self.weights.get(name)
+        return None if found is None else self._fitting(name, found, shape).to(self.device, self.dtype)
+
+    def matrix(self, name: str, *shape: int) -> Weight:
+        """A weight of a linear layer: quantized if the source has it so."""
+        found = self.weights.grouped(name) if isinstance(self.weights, QuantizedSource) else None
         if found is None:
-            return None
+            return self.tensor(name, *shape)
+        return self._fitting(name, found, shape).to(self.device, self.dtype)
+
+    def _fitting(self, name: str, found: _W, shape: tuple[int, ...]) -> _W:
         if tuple(found.shape) != shape:
             raise CorruptModel(
                 f"tensor {name!r} has shape {tuple(found.shape)}, the configuration says {shape}"
             )
-        return found.to(self.device, self.dtype)
+        return found
 
     def fused(self, names: list[str], outs: list[int], fan_in: int) -> ops.Linear:
         """Several linear layers of one input as one."""
-        weights = [self.tensor(f"{name}.weight", out, fan_in) for name, out in zip(names, outs, strict=True)]
+        weights = [self.matrix(f"{name}.weight", out, fan_in) for name, out in zip(names, outs, strict=True)]
         biases = [self.optional(f"{name}.bias", out) for name, out in zip(names, outs, strict=True)]
         bias = None
         if any(b is not None for b in biases):
             filled = [torch.zeros(out) if b is None else b for b, out in zip(biases, outs, strict=True)]
             bias = torch.cat([b.to(self.device, self.dtype) for b in filled])
-        return self.kernels.pack_linear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
+        return self.kernels.pack_linear(stack(weights), bias)
 
     def layer(self, index: int) -> _Layer:
         config, at = self.config, f"model.layers.{index}"
@@ -233,7 +252,10 @@ class _Loader:
             down=self.fused([f"{mlp}.down_proj"], [hidden], inner),
         )
 
-    def head(self, embedding: Tensor) -> ops.Linear:
+    def head(self) -> ops.Linear:
         """The output projection; the embedding itself when the model has none of its own."""
-        weight = self.optional("lm_head.weight", self.config.vocab_size, self.config.hidden_size)
-        return self.kernels.pack_linear(embedding if weight is None else weight, None)
+        own = self.weights.get("lm_head.weight") is not None
+        name = "lm_head.weight" if own else "model.embed_tokens.weight"
+        return self.kernels.pack_linear(
+            self.matrix(name, self.config.vocab_size, self.config.hidden_size), None
+        )

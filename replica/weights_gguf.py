@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.grouped import GroupedWeight
 from replica.errors import CorruptModel, UnsupportedModel
 from replica.gguf_file import GgufFile
 from replica.model_config import ModelConfig, RopeConfig
@@ -74,7 +75,7 @@ def gguf_config(file: GgufFile, digest: str = "") -> ModelConfig:
 
 
 class GgufWeights:
-    """A `WeightSource` over a file. Tensors are expanded one at a time: the peak is one above the model."""
+    """A `WeightSource` over a file. Tensors are read one at a time: the peak is one above the model."""
 
     def __init__(self, file: GgufFile, config: ModelConfig) -> None:
         self._file = file
@@ -82,17 +83,38 @@ class GgufWeights:
 
     def get(self, name: str) -> Tensor | None:
         """The float32 tensor under its Hugging Face name, or None."""
-        source = _TOP.get(name) or _layer_name(name)
+        source = _source(name)
         array = self._file.tensor(source) if source else None
         if array is None:
             return None
         # The caller never writes, and torch warns about arrays it could not write to.
         tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
-        if self._config.arch == "llama" and ".self_attn.q_proj." in name:
-            return _unpermute(tensor, self._config.num_heads)
-        if self._config.arch == "llama" and ".self_attn.k_proj." in name:
-            return _unpermute(tensor, self._config.num_kv_heads)
-        return tensor
+        order = self._row_order(name, len(tensor))
+        return tensor if order is None else tensor[order]
+
+    def grouped(self, name: str) -> GroupedWeight | None:
+        """The same matrix still quantized, or None when the file has it in another form."""
+        source = _source(name)
+        weight = self._file.grouped(source) if source else None
+        if weight is None:
+            return None
+        order = self._row_order(name, len(weight.codes))
+        return weight if order is None else weight.rows(order)
+
+    def _row_order(self, name: str, rows: int) -> Tensor | None:
+        """For a reordered projection: where row (head, half, pair) is among the rows (head, pair, half)."""
+        if self._config.arch != "llama":
+            return None
+        heads = {"q_proj": self._config.num_heads, "k_proj": self._config.num_kv_heads}
+        for part, count in heads.items():
+            if f".self_attn.{part}." in name:
+                return torch.arange(rows).view(count, -1, 2).transpose(1, 2).flatten()
+        return None
+
+
+def _source(name: str) -> str | None:
+    """A tensor's name in the file."""
+    return _TOP.get(name) or _layer_name(name)
 
 
 def _layer_name(name: str) -> str | None:
@@ -100,12 +122,6 @@ def _layer_name(name: str) -> str | None:
     if match is None or match[2] not in _PARTS:
         return None
     return f"blk.{match[1]}.{_PARTS[match[2]]}.{match[3]}"
-
-
-def _unpermute(tensor: Tensor, heads: int) -> Tensor:
-    """Rows (head, pair, half) back to (head, half, pair)."""
-    rows = tensor.shape[0]
-    return tensor.view(heads, rows // heads // 2, 2, -1).transpose(1, 2).reshape(tensor.shape)
 
 
 def _vocab_size(file: GgufFile) -> int:

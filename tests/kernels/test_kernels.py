@@ -1,9 +1,13 @@
-"""The fast CPU path against the float64 reference: odd shapes, poisoned memory, indifferent neighbours."""
+"""The fast CPU paths against the float64 reference: odd shapes, poisoned memory, indifferent neighbours."""
 
 import pytest
 import torch
 
-from kernels import cpu, ops, reference
+from kernels import cpu_torch, ops, reference
+
+cpu = pytest.importorskip("kernels.cpu")
+
+FAST = pytest.mark.parametrize("fast", [cpu, cpu_torch], ids=["cpu", "cpu_torch"])
 
 SHAPES = [  # query heads, KV heads, head dim, block size
     (3, 1, 10, 4),
@@ -50,21 +54,22 @@ def paged(sequences, kv_heads, dim, block_size, scattered):
     return k_cache, v_cache, seqs
 
 
+@FAST
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("sequences", SEQUENCES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_matches_float64_reference(shape, sequences, window, scattered):
+def test_attention_matches_float64_reference(fast, shape, sequences, window, scattered):
     heads, kv_heads, dim, block_size = shape
     k_cache, v_cache, seqs = paged(sequences, kv_heads, dim, block_size, scattered)
     q = normal(sum(n for n, _ in sequences), heads, dim, seed=9)
     expected = reference.paged_prefill(q, k_cache, v_cache, reference.plan(seqs, window), 0.3)
     assert not expected.isnan().any()
     caches = (k_cache.float(), v_cache.float())
-    actual = cpu.paged_prefill(q.float(), *caches, cpu.plan(seqs, window), 0.3)
+    actual = fast.paged_prefill(q.float(), *caches, fast.plan(seqs, window), 0.3)
     close(actual, expected)
     if all(n == 1 for n, _ in sequences):
-        close(cpu.paged_decode(q.float(), *caches, cpu.plan(seqs, window), 0.3), expected)
+        close(fast.paged_decode(q.float(), *caches, fast.plan(seqs, window), 0.3), expected)
 
 
 def adjacent(runs):
@@ -72,13 +77,14 @@ def adjacent(runs):
     return torch.cat([torch.arange(first, first + count) for first, count in runs])[None]
 
 
+@FAST
 @pytest.mark.parametrize(
     "new, context", [(1, 900), (1, 897), (40, 900), (40, 890), (300, 900), (300, 1000), (900, 900)]
 )
 @pytest.mark.parametrize(
     "runs", [[(3, 63)], [(70, 20), (3, 43)], [(3, 50), (70, 13)], [(80, 13), (40, 20), (0, 30)]]
 )
-def test_long_contexts_in_few_runs(runs, new, context):
+def test_long_contexts_in_few_runs(fast, runs, new, context):
     """Partial results joined, and the causal part cut at every place it can be."""
     block_size = 16
     table = adjacent(runs)
@@ -89,14 +95,14 @@ def test_long_contexts_in_few_runs(runs, new, context):
     reference.kv_write(*normal(2, context, 3, 8, seed=1), k_cache, v_cache, slots)
     seqs, q = ops.PagedSeqs((new,), (context,), table, block_size), normal(new, 9, 8)
     expected = reference.paged_prefill(q, k_cache, v_cache, reference.plan(seqs, None), 0.9)
-    caches, plan = (k_cache.float(), v_cache.float()), cpu.plan(seqs, None)
-    attend = cpu.paged_decode if new == 1 else cpu.paged_prefill
+    caches, plan = (k_cache.float(), v_cache.float()), fast.plan(seqs, None)
+    attend = fast.paged_decode if new == 1 else fast.paged_prefill
     close(attend(q.float(), *caches, plan, 0.9), expected)
 
 
 def test_pieces_and_gathering():
     def pieces(new, context, *blocks):
-        (seq,) = cpu.plan(ops.PagedSeqs((new,), (context,), torch.tensor([blocks]), 100), None)
+        (seq,) = cpu_torch.plan(ops.PagedSeqs((new,), (context,), torch.tensor([blocks]), 100), None)
         return seq.blocks is not None, [(p.start, p.length, p.causal) for p in seq.pieces]
 
     assert pieces(1, 250, 5, 6, 7) == (False, [(500, 250, False)])
@@ -108,26 +114,28 @@ def test_pieces_and_gathering():
     assert pieces(1, 250, 5, 7, 9) == (True, [(0, 250, False)])
 
 
-def test_attention_reads_strided_queries():
+@FAST
+def test_attention_reads_strided_queries(fast):
     """The model hands in a slice of the fused projection, whose rows are not adjacent."""
     k_cache, v_cache, seqs = paged([(1, 20), (1, 3)], 2, 8, 4, True)
     fused = normal(2, 9, 8)
     expected = reference.paged_decode(fused[:, :4], k_cache, v_cache, reference.plan(seqs, None), 1.0)
-    actual = cpu.paged_decode(
-        fused.float()[:, :4], k_cache.float(), v_cache.float(), cpu.plan(seqs, None), 1.0
+    actual = fast.paged_decode(
+        fused.float()[:, :4], k_cache.float(), v_cache.float(), fast.plan(seqs, None), 1.0
     )
     close(actual, expected)
 
 
+@FAST
 @pytest.mark.parametrize("scattered", [False, True])
-def test_decode_does_not_depend_on_neighbours(scattered):
+def test_decode_does_not_depend_on_neighbours(fast, scattered):
     sequences = [(1, 5), (1, 300), (1, 64), (1, 1)]
     k_cache, v_cache, seqs = (x for x in paged(sequences, 3, 64, 16, scattered))
     caches, q = (k_cache.float(), v_cache.float()), normal(4, 9, 64).float()
-    together = cpu.paged_decode(q, *caches, cpu.plan(seqs, None), 0.125)
+    together = fast.paged_decode(q, *caches, fast.plan(seqs, None), 0.125)
     for i, (_, context) in enumerate(sequences):
         one = ops.PagedSeqs((1,), (context,), seqs.block_tables[i : i + 1], 16)
-        alone = cpu.paged_decode(q[i : i + 1], *caches, cpu.plan(one, None), 0.125)
+        alone = fast.paged_decode(q[i : i + 1], *caches, fast.plan(one, None), 0.125)
         assert torch.equal(together[i], alone[0])
 
 
@@ -144,15 +152,17 @@ def test_linear_matches_float64_reference(out_features, in_features, bias):
 
 def test_linear_without_mkl():
     weight, bias, x = normal(65, 33), normal(65, seed=1), normal(5, 33, seed=2)
-    run = cpu._onednn_linear(weight.float(), bias.float())
+    run = cpu_torch._onednn_linear(weight.float(), bias.float())
     close(run(x.float()), reference.pack_linear(weight, bias)(x))
 
 
 def test_a_wrong_packed_product_is_noticed():
     weight = normal(8, 16).float()
-    assert cpu._agrees(lambda x: x @ weight.T, weight, None)
-    assert not cpu._agrees(lambda x: x @ weight.T + 0.1, weight, None)
-    assert not cpu._agrees(lambda x: (x @ weight.T) * (1 if len(x) == 1 else float("nan")), weight, None)
+    assert cpu_torch._agrees(lambda x: x @ weight.T, weight, None)
+    assert not cpu_torch._agrees(lambda x: x @ weight.T + 0.1, weight, None)
+    assert not cpu_torch._agrees(
+        lambda x: (x @ weight.T) * (1 if len(x) == 1 else float("nan")), weight, None
+    )
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="only MKL's packed product promises it")
@@ -165,23 +175,26 @@ def test_a_row_of_a_product_does_not_depend_on_the_other_rows(out_features, in_f
         assert torch.equal(run(x[first:end]), whole[first:end])
 
 
+@FAST
 @pytest.mark.parametrize("shape", [(1, 5), (3, 576), (2, 3, 10)])
-def test_rms_norm(shape):
+def test_rms_norm(fast, shape):
     x, weight = normal(*shape), normal(shape[-1], seed=1)
     expected = reference.rms_norm(x, weight, 1e-5)
     by_hand = x / (x.pow(2).sum(-1, keepdim=True) / shape[-1] + 1e-5).sqrt() * weight
     assert torch.allclose(expected, by_hand, rtol=1e-12)
-    close(cpu.rms_norm(x.float(), weight.float(), 1e-5), expected)
+    close(fast.rms_norm(x.float(), weight.float(), 1e-5), expected)
 
 
-def test_silu_mul():
+@FAST
+def test_silu_mul(fast):
     x = normal(5, 2 * 7)
     expected = reference.silu_mul(x)
     assert torch.allclose(expected, torch.nn.functional.silu(x[:, :7]) * x[:, 7:], rtol=1e-12)
-    close(cpu.silu_mul(x.float()), expected)
+    close(fast.silu_mul(x.float()), expected)
 
 
-def test_rope_turns_pairs_by_the_angle_and_reads_slices():
+@FAST
+def test_rope_turns_pairs_by_the_angle_and_reads_slices(fast):
     x, angle = normal(4, 5, 6), torch.tensor([[0.1, 1.0, 3.0]]) * torch.arange(4)[:, None]
     expected = reference.rope(x[:, :3], angle.cos(), angle.sin())
     pairs = (
@@ -191,11 +204,11 @@ def test_rope_turns_pairs_by_the_angle_and_reads_slices():
     assert torch.allclose(expected, torch.cat((pairs.real, pairs.imag), -1), atol=1e-6)
     mine = x.float()
     rest = mine[:, 3:].clone()
-    close(cpu.rope(mine[:, :3], angle.cos(), angle.sin()), expected)
+    close(fast.rope(mine[:, :3], angle.cos(), angle.sin()), expected)
     assert torch.equal(mine[:, 3:], rest)
 
 
-@pytest.mark.parametrize("kernels", [reference, cpu])
+@pytest.mark.parametrize("kernels", [reference, cpu, cpu_torch])
 def test_kv_write_touches_only_its_slots(kernels):
     k_cache = torch.full((3, 4, 2, 5), float("nan"))
     v_cache = k_cache.clone()
@@ -206,7 +219,7 @@ def test_kv_write_touches_only_its_slots(kernels):
     assert flat_k.isnan().all((1, 2)).sum() == 10 and flat_v.isnan().all((1, 2)).sum() == 10
 
 
-@pytest.mark.parametrize("kernels", [reference, cpu])
+@pytest.mark.parametrize("kernels", [reference, cpu, cpu_torch])
 def test_block_copy_copies_the_head_of_a_block_in_all_layers(kernels):
     caches = [(normal(3, 4, 1, 2, seed=i), normal(3, 4, 1, 2, seed=i + 9)) for i in range(2)]
     before = [(k.clone(), v.clone()) for k, v in caches]

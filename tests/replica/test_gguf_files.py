@@ -12,7 +12,7 @@ from replica.gguf_file import SUPPORTED, GgufFile
 from replica.model import Model
 from replica.models import load_model, load_tokenizer, model_digest
 from replica.random_model import RandomWeights, tiny_config
-from replica.weights_gguf import gguf_config
+from replica.weights_gguf import GgufWeights, gguf_config
 
 NAMES = {
     "input_layernorm": "attn_norm",
@@ -126,6 +126,43 @@ def test_each_quantization(tmp_path, kind):
     assert np.isfinite(actual).all() and np.array_equal(actual, expected)
     assert file.tensor("v").tolist() == [1, 1, 1]
     assert file.tensor("absent") is None
+
+
+@pytest.mark.parametrize("kind", sorted(SUPPORTED), ids=lambda kind: kind.name)
+def test_groups_of_32_are_the_same_weights_unexpanded(tmp_path, kind):
+    raw = raw_blocks(kind)
+    file = GgufFile(write(tmp_path / "q.gguf", tensors=[("w", raw, kind)]))
+    weight = file.grouped("w")
+    bits = {Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q4_K: 4, Kind.Q8_0: 8}.get(kind)
+    if bits is None:
+        assert weight is None
+        return
+    assert weight.bits == bits and int(weight.codes.max()) < 2**bits
+    assert torch.equal(weight.dense(), torch.from_numpy(file.tensor("w")))
+    assert file.grouped("absent") is None
+
+
+class Expanded:
+    """A file's weights without their quantized form."""
+
+    def __init__(self, weights):
+        self.get = weights.get
+
+
+@pytest.mark.parametrize("arch, permuted", [("llama", True), ("qwen2", False)])
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q8_0])
+def test_a_quantized_model_answers_like_its_expanded_weights(tmp_path, arch, permuted, kind):
+    tensors = [
+        (name, gguf.quants.quantize(array, kind), kind) if array.ndim == 2 else (name, array, float32)
+        for name, array, float32 in tiny_tensors(permuted)
+    ]
+    path = write(tmp_path / "tiny.gguf", arch, tensors)
+    file = GgufFile(path)
+    weights = GgufWeights(file, gguf_config(file))
+    exact = logits(Model(gguf_config(file), Expanded(weights), torch.float64, torch.device("cpu")))
+    for dtype, relative in ((torch.float32, 1e-5), (torch.float64, 0.0)):
+        loaded, _ = load_model(str(path), dtype=dtype)
+        assert (logits(loaded) - exact).abs().max() <= relative * exact.abs().max()
 
 
 def test_q4_1_by_hand(tmp_path):
