@@ -119,9 +119,9 @@ def make_pool(num_blocks: int, block_size: int, slots: np.ndarray, policy: int, 
 
 
 def _num_ghosts(num_blocks: int, block_size: int) -> int:
-    """Two ghosts a block, and no more than 8 % of the memory of the blocks themselves."""
+    """Two ghosts a block, and no more than a sixteenth of the memory of the blocks themselves."""
     size = BLOCK.itemsize + 4 * block_size
-    return min(2 * num_blocks, num_blocks * size // (12 * GHOST.itemsize))
+    return min(2 * num_blocks, num_blocks * size // (16 * GHOST.itemsize))
 
 
 @jit

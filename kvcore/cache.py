@@ -56,7 +56,8 @@ class PrefixCache:
         events: EventLog | None = None,
     ) -> None:
         if events is None:
-            events = EventLog(secrets.randbits(62) + 1 if epoch is None else epoch)
+            number = secrets.randbits(62) + 1 if epoch is None else epoch
+            events = EventLog(number, capacity=max(num_blocks // 4, 1024))
         elif epoch not in (None, events.epoch):
             raise InvalidRequest(f"epoch {epoch} is not that of the event log, {events.epoch}")
         self.num_blocks = num_blocks
