@@ -15,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from kvcore.hashing import PrefixHasher
 from replica.deployment import Replica, ReplicaError, engine_config, load_codec, log_to_stderr
+from router.administration import Administration
 from router.api.config import ApiConfig
 from router.api.server import build_api
 from router.config import LOOPBACK, AppConfig
@@ -55,6 +56,7 @@ class Router:
             DispatchLimits(request_timeout_s=config.request_timeout_s),
         )
         members = membership(deployment_key(replica.app_name, replica.deployment_name))
+        self._administration = Administration(transport, lambda: members.ids)
         self._sync = FleetSync(transport, placement, members, self._hear_model, self._dispatcher.lose)
         self._sync.start()
         try:
@@ -70,10 +72,11 @@ class Router:
         api = ApiConfig(
             model_names=(config.public_name,),
             api_keys=config.api_keys,
+            admin_key=config.admin_key,
             max_body_bytes=config.max_body_bytes,
             send_request_id=False,  # Serve adds it to every answer
         )
-        return build_api(api, self._codec, self._dispatcher)
+        return build_api(api, self._codec, self._dispatcher, self._administration)
 
     def _hear_model(self, told: dict[str, Any]) -> None:
         """What a replica says of its model. All replicas must run what this router tokenizes for."""

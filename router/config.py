@@ -3,10 +3,12 @@
 import re
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Addresses that only this machine reaches."""
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class AppConfig(BaseModel):
@@ -30,10 +32,12 @@ class AppConfig(BaseModel):
     """Fields of `replica.config.EngineConfig`: dtype, num_blocks, block_size, max_num_seqs, threads, ..."""
     api_keys: dict[str, str] = Field(default_factory=dict)
     """SHA-256 (hex) of each API key, and its tenant's name. None: open, on loopback only."""
+    admin_key: str | None = None
+    """SHA-256 (hex) of the key for `/admin/...`; no API key will do there. None: there are no such routes."""
     cluster_secret: str | None = None
     """Hex key of the prefix hashes, the same for every router and replica. None: a random one per deploy."""
     max_inflight_per_replica: int = Field(256, ge=1)
-    """Requests a router keeps at one replica; beyond that on all of them, clients get 429."""
+    """Choices a router lets one replica draw at a time; beyond that on all of them, clients get 429."""
     max_body_bytes: int = Field(2 << 20, ge=1024)
     """Longest request body. The longest ones are checked in threads, but parsing JSON holds up the router."""
     request_timeout_s: float = Field(600.0, gt=0)
@@ -42,11 +46,24 @@ class AppConfig(BaseModel):
     @classmethod
     def _keys_are_hashed(cls, keys: dict[str, str]) -> dict[str, str]:
         for digest in keys:
-            if not re.fullmatch(r"[0-9a-f]{64}", digest):
+            if not _DIGEST.fullmatch(digest):
                 raise ValueError(
                     "give each API key as its SHA-256 in lower-case hex (64 digits), not in plain"
                 )
         return keys
+
+    @field_validator("admin_key")
+    @classmethod
+    def _admin_key_is_hashed(cls, digest: str | None) -> str | None:
+        if digest is not None and not _DIGEST.fullmatch(digest):
+            raise ValueError("give the admin key as its SHA-256 in lower-case hex (64 digits), not in plain")
+        return digest
+
+    @model_validator(mode="after")
+    def _admin_key_is_no_api_key(self) -> "AppConfig":
+        if self.admin_key in self.api_keys:
+            raise ValueError("admin_key must not be one of the api_keys")
+        return self
 
     @field_validator("cluster_secret")
     @classmethod

@@ -7,7 +7,7 @@ is left out and the request goes to another, unseen by the client; afterwards it
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +56,7 @@ class PreparedRequest:
         sampling: the wire's "sampling" dict.
         tenant, salt: who shares cached prefixes with whom.
         use_cache: False neither reads nor fills the cache.
+        keep: how long the cache keeps it: the wire's "priority" or "retention", or nothing.
     """
 
     id: str
@@ -64,6 +65,12 @@ class PreparedRequest:
     tenant: str | None = None
     salt: str | None = field(default=None, repr=False)
     use_cache: bool = True
+    keep: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def choices(self) -> int:
+        """Answers that a replica draws at the same time, of which the best "n" are sent."""
+        return int(self.sampling.get("best_of") or self.sampling["n"])
 
     def wire(self, attempt: int, hashes: npt.NDArray[np.uint64]) -> Chunk:
         """The request as a replica reads it; the transport fills in the target."""
@@ -75,7 +82,7 @@ class PreparedRequest:
             "hashes": hashes.astype("<u8", copy=False).tobytes(),
             "namespace": {"tenant": self.tenant, "salt": self.salt, "adapter": None},
             "sampling": self.sampling,
-            "cache": {"read": self.use_cache, "publish": self.use_cache},
+            "cache": {"read": self.use_cache, "publish": self.use_cache, **self.keep},
         }
 
 
@@ -192,7 +199,11 @@ class Dispatcher:
         known = hashes if prepared.use_cache else _NO_HASHES
         try:
             return self.placement.place(
-                known, len(prepared.tokens), exclude=trail.exclude, publish=prepared.use_cache
+                known,
+                len(prepared.tokens),
+                exclude=trail.exclude,
+                publish=prepared.use_cache,
+                choices=prepared.choices,
             )
         except NoReplica:
             if trail.full:

@@ -10,6 +10,7 @@ reach the right process. What it changes (HAProxy 2.8, Serve 2.60):
 - What HAProxy says when no router answers has OpenAI's shape and its true status; Serve makes a plain 500 of
   all that. (What is no HTTP request at all still gets HAProxy's HTML page: that is not configurable.)
 - A request that Serve cannot decode, since its headers are no UTF-8, is refused, where Serve fails with 500.
+- Its log has the path of a request without the query, which may hold a prompt or a salt.
 - `Upgrade` is ignored, which HTTP allows: no WebSocket is served, and uvicorn never answers one by POST.
 """
 
@@ -38,6 +39,12 @@ NOT_UTF8 = "|".join(
 """A regular expression that finds where bytes are no UTF-8. It looks at few bytes at a time: one that matched
 all that is valid would take HAProxy's regex library too deep; json(utf8) refuses characters of four bytes.
 """
+
+_LOG_FORMAT = (
+    "%ci:%cp [%tr] %ft %b/%s %TR/%Tw/%Tc/%Tr/%Ta %ST %B %CC %CS %tsc "
+    '%ac/%fc/%bc/%sc/%rc %sq/%bq %hr %hs "%HM %HPO %HV"'
+)
+"""HAProxy's own (`option httplog`), but for the query."""
 
 _MARK = "# adjusted by warmroute-haproxy"
 
@@ -93,6 +100,7 @@ def _defaults() -> list[str]:
 def _frontend() -> list[str]:
     return [
         "http-request del-header upgrade",
+        f"log-format '{_LOG_FORMAT}'",
         f"http-request return status 400 {_json(*_HEADERS_NOT_UTF8)} if {{ req.hdrs -m reg '{NOT_UTF8}' }}",
     ]
 

@@ -1,6 +1,7 @@
 """What this router sent and has not got back: exact figures for every replica, and the prompts in flight.
 
-A request is *queued* from its reservation to its first token and *running* from then to its end. Figures are
+A request is *queued* from its reservation to its first token and *running* from then to its end. It draws one
+or more *choices* at the same time, which share the computing of the prompt but not the decoding. Figures are
 integers that every ending undoes exactly, so an idle router shows exact zeros whatever happened before. A
 replica that is dropped takes its figures along; endings that arrive later change nothing.
 """
@@ -24,15 +25,18 @@ class Reservation:
     the first token); both are tokens, like `num_tokens`, the length of the prompt.
     """
 
-    __slots__ = ("_account", "_entry", "cached_tokens", "num_tokens", "predicted_tokens", "reserved_at",
-                 "state")  # fmt: skip
+    __slots__ = ("_account", "_entry", "cached_tokens", "choices", "num_tokens", "predicted_tokens",
+                 "reserved_at", "state")  # fmt: skip
 
-    def __init__(self, account: "_Account", num_tokens: int, predicted_tokens: int, now: float) -> None:
+    def __init__(
+        self, account: "_Account", num_tokens: int, predicted_tokens: int, now: float, choices: int
+    ) -> None:
         self._account: _Account | None = account
         self._entry: Entry | None = None
         self.num_tokens = num_tokens
         self.predicted_tokens = predicted_tokens
         self.cached_tokens: int | None = None
+        self.choices = choices
         self.reserved_at = now
         self.state = _QUEUED
 
@@ -68,9 +72,11 @@ class LedgerStats:
     queued_tokens: int
     """Prompt tokens that queued requests still have to compute there."""
     running_tokens: int
-    """Prompt tokens of running requests: the decode load."""
+    """Prompt tokens of running requests, once for each of their choices: the decode load."""
     in_flight_prompts: int
     """Prompts in the overlay: placed there and not yet known to be stored."""
+    choices: int
+    """Answers that the requests draw, queued and running: what a replica counts, too."""
 
 
 class Ledger:
@@ -83,7 +89,7 @@ class Ledger:
         self.in_flight = InFlight()
         self.queued_tokens: Figures = np.zeros(0, dtype=np.int64)  # these four are int64[capacity], by slot
         self.head_tokens: Figures = np.zeros(0, dtype=np.int64)  # part of queued_tokens: the oldest request's
-        self.outstanding: Figures = np.zeros(0, dtype=np.int64)  # requests, queued and running
+        self.outstanding: Figures = np.zeros(0, dtype=np.int64)  # choices, queued and running
         self.running_tokens: Figures = np.zeros(0, dtype=np.int64)
 
     def resize(self, capacity: int) -> None:
@@ -116,6 +122,7 @@ class Ledger:
         num_tokens: int,
         predicted_tokens: int,
         now: float = 0.0,
+        choices: int = 1,
     ) -> Reservation:
         """Note a request that is sent to a replica.
 
@@ -124,15 +131,16 @@ class Ledger:
             hashes: the prompt's prefix hashes for the overlay, uint64[n]; None or empty keeps it out of it.
             num_tokens: length of the prompt; predicted_tokens: the part expected to be cached there.
             now: the caller's clock, seconds.
+            choices: answers that are drawn at the same time, those that the client never sees included.
         """
         account = self._accounts[replica_id]
-        reservation = Reservation(account, num_tokens, predicted_tokens, now)
+        reservation = Reservation(account, num_tokens, predicted_tokens, now, choices)
         if not account.queued:
             self._on_head_change(account.slot)
             self.head_tokens[account.slot] = reservation.miss_tokens
         account.queued[reservation] = None
         self.queued_tokens[account.slot] += reservation.miss_tokens
-        self.outstanding[account.slot] += 1
+        self.outstanding[account.slot] += choices
         if hashes is not None and len(hashes):
             reservation._entry = self.in_flight.add(account.slot, hashes)
         return reservation
@@ -158,8 +166,8 @@ class Ledger:
         reservation._account = account
         reservation.state = _RUNNING
         account.running.add(reservation)
-        self.outstanding[account.slot] += 1
-        self.running_tokens[account.slot] += reservation.num_tokens
+        self.outstanding[account.slot] += reservation.choices
+        self.running_tokens[account.slot] += reservation.choices * reservation.num_tokens
         if reservation._entry is not None:
             reservation._entry.epoch, reservation._entry.seq = epoch, seq
 
@@ -171,8 +179,8 @@ class Ledger:
             account = reservation._account
             assert account is not None
             account.running.discard(reservation)
-            self.outstanding[account.slot] -= 1
-            self.running_tokens[account.slot] -= reservation.num_tokens
+            self.outstanding[account.slot] -= reservation.choices
+            self.running_tokens[account.slot] -= reservation.choices * reservation.num_tokens
         self._close(reservation)
 
     def stored(self, replica_id: str, epoch: int | None, seq: int) -> None:
@@ -204,6 +212,7 @@ class Ledger:
             queued_tokens=int(self.queued_tokens[slot]),
             running_tokens=int(self.running_tokens[slot]),
             in_flight_prompts=sum(r._entry is not None for r in [*account.queued, *account.running]),
+            choices=int(self.outstanding[slot]),
         )
 
     def _leave_queue(self, reservation: Reservation) -> None:
@@ -217,7 +226,7 @@ class Ledger:
         else:
             del account.queued[reservation]
         self.queued_tokens[account.slot] -= reservation.miss_tokens
-        self.outstanding[account.slot] -= 1
+        self.outstanding[account.slot] -= reservation.choices
 
     def _close(self, reservation: Reservation) -> None:
         if reservation._entry is not None:

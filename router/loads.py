@@ -45,7 +45,7 @@ class Loads:
     token_s: Vector  # 1 / rate
     horizon_s: Vector  # what each request there adds to the first HORIZON_TOKENS decode steps, seconds
     others_tokens: Vector  # prompt tokens that other routers' requests wait to have computed, at `since`
-    others_requests: Vector  # other routers' requests, waiting and running
+    others_requests: Vector  # other routers' requests, waiting and running, each of their choices
     since: Vector  # clock reading up to which work done is accounted for
     age_s: Vector  # age of the next eviction victim at the report; infinite while nothing needs to be evicted
     free_blocks: Vector  # at the report
@@ -112,7 +112,7 @@ class Loads:
         return queued - np.minimum((now - self.since) * self.rate, head)
 
     def requests(self) -> Vector:
-        """Requests at each replica, of all routers, waiting and running, float64[capacity]."""
+        """Choices drawn at each replica for all routers, waiting and running, float64[capacity]."""
         return self.ledger.outstanding + self.others_requests
 
     def victim_ages(self, slots: npt.NDArray[np.intp], blocks: npt.NDArray[np.float64], now: float) -> Vector:

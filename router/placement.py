@@ -102,8 +102,8 @@ class Placement:
     ) -> None:
         """`block_size` (tokens) may be set later, once a replica told it, but before the first hashes come.
 
-        `max_inflight_per_replica` bounds what this router keeps at one replica. Raises `UnknownPolicy`, and
-        `ConfigError` for a limit below 1.
+        A replica that draws `max_inflight_per_replica` choices for this router gets no more requests. Raises
+        `UnknownPolicy`, and `ConfigError` for a limit below 1.
         """
         if max_inflight_per_replica < 1:
             raise ConfigError(f"max_inflight_per_replica must be at least 1, not {max_inflight_per_replica}")
@@ -187,6 +187,7 @@ class Placement:
         *,
         exclude: frozenset[str] = frozenset(),
         publish: bool = True,
+        choices: int = 1,
     ) -> Decision:
         """Choose a replica for a prompt and reserve it there.
 
@@ -195,6 +196,7 @@ class Placement:
             num_tokens: length of the prompt.
             exclude: replicas that must not get it (earlier attempts).
             publish: whether its blocks will be stored for others.
+            choices: answers to it that are drawn at the same time.
 
         Raises:
             NoReplica: none is known, or all are excluded.
@@ -208,7 +210,9 @@ class Placement:
         assert replica_id is not None and allowed[choice.slot]
         predicted = int(situation.hit_tokens[choice.slot])
         best = situation.best_tokens
-        reservation = self.ledger.reserve(replica_id, hashes if publish else None, num_tokens, predicted, now)
+        reservation = self.ledger.reserve(
+            replica_id, hashes if publish else None, num_tokens, predicted, now, choices
+        )
         self.loads.sent(choice.slot, -(-reservation.miss_tokens // situation.block_size), now)
         reason = choice.reason if allowed_count > 1 else "only_replica"
         self._count(reason, best - predicted)

@@ -57,7 +57,7 @@ class Situation:
     wait_tokens: Vector
     """Prompt tokens to be computed at each replica before this request's turn comes."""
     requests: Vector
-    """Requests at each replica, waiting and running."""
+    """Requests at each replica, waiting and running; each of their choices counts."""
     hashes: npt.NDArray[np.uint64]
     num_tokens: int
     block_size: int

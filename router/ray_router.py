@@ -72,7 +72,8 @@ class TargetRouter(RequestRouter):
 
 
 class ServeTransport:
-    """Calls replicas through a Serve deployment handle. Implements `router.dispatch.Transport`.
+    """Calls replicas through a Serve deployment handle. Implements `router.dispatch.Transport` and
+    `router.administration.AdminTransport`.
 
     A dead or unreachable replica raises `ReplicaLost`; an exception out of its code, `UpstreamError`.
     """
@@ -80,6 +81,8 @@ class ServeTransport:
     def __init__(self, handle: DeploymentHandle) -> None:
         self._generate = handle.options(method_name="generate", stream=True)
         self._poll = handle.options(method_name="poll")
+        self._clear_cache = handle.options(method_name="clear_cache")
+        self._explain = handle.options(method_name="explain")
 
     async def generate(self, replica_id: str, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Stream the chunks of one request. Closing the iterator cancels the request on the replica."""
@@ -98,15 +101,15 @@ class ServeTransport:
         Raises:
             ReplicaLost: the replica died, did not answer in time, or another one answered for it.
         """
-        response = _call(self._poll, {**request, "target": replica_id})
-        try:
-            answer = await asyncio.wait_for(_result(response), timeout_s)
-        except (*_FAILURES, asyncio.TimeoutError) as error:
-            response.cancel()
-            raise _upstream(replica_id, error) from error
-        if answer["replica"] != replica_id:
-            raise ReplicaLost(replica_id, f"{answer['replica']} answered in its place")
-        return answer
+        return await _ask(self._poll, replica_id, request, timeout_s)
+
+    async def clear_cache(self, replica_id: str, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Make a replica forget what it cached; see `router.administration`. Raises as `poll`."""
+        return await _ask(self._clear_cache, replica_id, request, timeout_s)
+
+    async def explain(self, replica_id: str, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Why a prompt would hit as far as it does there; see `router.administration`. Raises as `poll`."""
+        return await _ask(self._explain, replica_id, request, timeout_s)
 
     async def connect(self, timeout_s: float) -> None:
         """Make Serve build its request router, which then publishes the replicas. Waits for one replica.
@@ -121,6 +124,22 @@ class ServeTransport:
         except (*_FAILURES, asyncio.TimeoutError) as error:
             response.cancel()
             raise ReplicaLost("any", describe(error)) from error
+
+
+async def _ask(
+    handle: DeploymentHandle, replica_id: str, request: dict[str, Any], timeout_s: float
+) -> dict[str, Any]:
+    """The answer of one replica and no other, to a call that is no stream."""
+    response = _call(handle, {**request, "target": replica_id})
+    try:
+        answer = await asyncio.wait_for(_result(response), timeout_s)
+    except (*_FAILURES, asyncio.TimeoutError) as error:
+        response.cancel()
+        raise _upstream(replica_id, error) from error
+    name = answer.get("replica") if isinstance(answer, dict) else None
+    if name != replica_id:
+        raise ReplicaLost(replica_id, f"{name} answered in its place")
+    return answer
 
 
 def _call(handle: DeploymentHandle, request: dict[str, Any]) -> Any:

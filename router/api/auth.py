@@ -1,4 +1,7 @@
-"""Who asks: the tenant behind an API key, or, where no keys are configured, anyone on this machine."""
+"""Who asks: the tenant behind an API key, or, where no keys are configured, anyone on this machine.
+
+What is for operators has a key of its own, and is not there without one.
+"""
 
 import hashlib
 import hmac
@@ -36,10 +39,10 @@ class Authenticator:
         if not self._keys:
             _require_loopback(request)
             return None
-        return self._tenant_of(_bearer(request))
+        return self._tenant_of(_bearer(request, "API"))
 
     def _tenant_of(self, key: str) -> str:
-        digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest().encode()
+        digest = _digest(key)
         found: str | None = None
         # Every entry is compared, so that the time tells nothing about which one matched.
         for known, tenant in self._keys:
@@ -50,10 +53,33 @@ class Authenticator:
         return found
 
 
-def _bearer(request: Request) -> str:
+class AdminGate:
+    """Lets those in who send the admin key. API keys open nothing here, nor the admin key anything else."""
+
+    def __init__(self, admin_key: str | None) -> None:
+        """`admin_key`: SHA-256 of the key in lower-case hex; None: there is none."""
+        self._digest = admin_key
+
+    def check(self, request: Request) -> None:
+        """Raise `ApiError`: 404 where no admin key is configured, 401 for another key or none."""
+        if self._digest is None:
+            message = (
+                "The administration endpoints are off. To turn them on, set `admin_key` in serve.yaml to the "
+                "SHA-256 of a key."
+            )
+            raise ApiError(404, message, code="admin_disabled")
+        if not hmac.compare_digest(self._digest.encode(), _digest(_bearer(request, "admin"))):
+            raise _unauthorized("Incorrect admin key provided.")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest().encode()
+
+
+def _bearer(request: Request, what: str) -> str:
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not key.strip():
-        raise _unauthorized("You didn't provide an API key: send it as `Authorization: Bearer YOUR_KEY`.")
+        raise _unauthorized(f"You didn't provide an {what} key: send it as `Authorization: Bearer YOUR_KEY`.")
     # Header bytes arrive as Latin-1; the client meant UTF-8.
     return key.strip().encode("latin-1").decode("utf-8", "surrogateescape")
 

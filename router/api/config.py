@@ -11,9 +11,10 @@ class ApiConfig:
     Attributes:
         model_names: ids that clients may send; the first is the one answers carry in `GET /v1/models`.
         api_keys: SHA-256 (lower-case hex) of each API key, and its tenant's name. Empty: open on loopback.
+        admin_key: SHA-256 (lower-case hex) of the key for `/admin/...`. None: those routes answer 404.
         max_body_bytes: longest request body.
         body_timeout_s: seconds a client may take to send its body.
-        max_choices: most answers to one request: prompts times `n`.
+        max_choices: most answers to one request: prompts times `n`, or `best_of` if that is more.
         prompt_window: prompts of one request that are in flight at a time.
         default_max_tokens: answer length when the client names none; None: what remains of the context.
         inline_bytes: bodies up to this length are checked and tokenized on the event loop.
@@ -25,6 +26,7 @@ class ApiConfig:
 
     model_names: tuple[str, ...]
     api_keys: Mapping[str, str] = field(default_factory=dict)
+    admin_key: str | None = None
     max_body_bytes: int = 2 << 20
     body_timeout_s: float = 60.0
     max_choices: int = 128

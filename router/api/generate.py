@@ -9,8 +9,9 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
+from router.administration import Administration
 from router.api.answers import Form, Usage, put_together
-from router.api.auth import Authenticator
+from router.api.auth import AdminGate, Authenticator
 from router.api.body import read_body
 from router.api.chat import ChatForm
 from router.api.completions import CompletionForm
@@ -40,6 +41,13 @@ class Service:
     pool: BodyPool
     authenticator: Authenticator
     metrics: Metrics
+    admin_gate: AdminGate
+    replicas: Administration
+
+    def administration(self, request: Request) -> Administration:
+        """The way to the replicas, for who has the admin key. Raises `ApiError`."""
+        self.admin_gate.check(request)
+        return self.replicas
 
     async def read(self, request: Request) -> tuple[str | None, bytes]:
         """The caller's tenant, and the body. Raises `ApiError`."""

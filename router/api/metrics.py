@@ -42,7 +42,7 @@ class Metrics(DispatchObserver):
         )
         self.completion_tokens = Histogram(
             "warmroute_completion_tokens",
-            "Tokens of a prompt's answers.",
+            "Tokens drawn for a prompt, those of answers that were not the best included.",
             buckets=_TOKENS,
             registry=registry,
         )
@@ -141,7 +141,8 @@ class _Fleet:
             "queued_requests": "Requests waiting for their first token.",
             "running_requests": "Requests being answered.",
             "queued_tokens": "Prompt tokens yet to be computed.",
-            "running_tokens": "Prompt tokens of the requests being answered.",
+            "running_tokens": "Prompt tokens of the requests being answered, once for each of their choices.",
+            "choices": "Answers being drawn for the requests: best_of, else n, for each.",
         }
         for name, text in figures.items():
             values = {replica: row[name] for replica, row in stats.items()}

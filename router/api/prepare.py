@@ -16,7 +16,16 @@ from router.api.codec import Codec, TokenIds
 from router.api.config import ApiConfig
 from router.api.errors import context_exceeded, invalid, model_not_found
 from router.api.messages import check_messages, content_size
-from router.api.schemas import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
+from router.api.retention import keep_of
+from router.api.sampling import check_sampling, sampling_of, width_of
+from router.api.schemas import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    ExplainBody,
+    GenerationBody,
+    TokenizeBody,
+)
 from router.dispatch import ModelInfo, PreparedRequest
 
 Prompt = str | list[int]
@@ -59,7 +68,7 @@ class Preparer:
         sampling = self._sampling(body, body.logprobs)
         return [
             self._prepared(body, tenant, self._encode_prompt(prompt), sampling, body.max_tokens, "prompt")
-            for prompt in split_prompts(body.prompt, body.n or 1, self._config.max_choices)
+            for prompt in split_prompts(body.prompt, width_of(body), self._config.max_choices)
         ]
 
     def tokenize(self, body: TokenizeBody) -> TokenIds:
@@ -80,7 +89,25 @@ class Preparer:
         with _refusals("tokens"):
             return self._codec.decode(body.tokens, False)
 
-    def _encode_chat(self, body: ChatBody | TokenizeBody) -> TokenIds:
+    def explained(self, body: ExplainBody) -> TokenIds:
+        """int32[n] of the prompt to explain, as a completion of it has them. Raises `ApiError` 400 or 404."""
+        self.check_model(body.model)
+        given = [name for name in ("prompt", "tokens", "messages") if getattr(body, name) is not None]
+        if len(given) != 1:
+            raise invalid(
+                "Give one of 'prompt', 'tokens' and 'messages'.", "prompt", "missing_required_parameter"
+            )
+        param = given[0]
+        if body.messages is not None:
+            tokens = self._encode_chat(body)
+        else:
+            tokens = self._encode_prompt(body.prompt or body.tokens or [], param)
+        if len(tokens) == 0:
+            raise invalid(f"'{param}' has no tokens.", param, "empty_prompt")
+        self._check_fit(len(tokens), param)
+        return tokens
+
+    def _encode_chat(self, body: ChatBody | TokenizeBody | ExplainBody) -> TokenIds:
         messages = check_messages(body.messages or [])
         tools = json.dumps(body.tools, separators=(",", ":"), ensure_ascii=False) if body.tools else ""
         self._check_fit((content_size(messages) + len(tools)) // self._longest, "messages")
@@ -92,11 +119,11 @@ class Preparer:
                 body.chat_template_kwargs or None,
             )
 
-    def _encode_prompt(self, prompt: Prompt) -> TokenIds:
+    def _encode_prompt(self, prompt: Prompt, param: str = "prompt") -> TokenIds:
         if isinstance(prompt, str):
             return self._encode_text(prompt)
-        self._check_fit(len(prompt), "prompt")
-        self._check_ids(prompt, "prompt")
+        self._check_fit(len(prompt), param)
+        self._check_ids(prompt, param)
         return np.array(prompt, dtype=np.int32)
 
     def _encode_text(self, text: str, add_bos: bool | None = None) -> TokenIds:
@@ -116,29 +143,9 @@ class Preparer:
 
     def _sampling(self, body: GenerationBody, logprobs: int | None) -> dict[str, Any]:
         """The wire's "sampling" without max_tokens, which depends on the prompt."""
-        if body.n is not None and body.n > self._config.max_choices:
-            raise invalid(f"'n' must be at most {self._config.max_choices}.", "n")
-        if body.best_of not in (None, body.n or 1):
-            raise invalid("`best_of` is not supported by this server.", "best_of", "unsupported_parameter")
-        if body.stream_options is not None and not body.stream:
-            raise invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+        check_sampling(body, self._config.max_choices)
         self._check_ids(body.stop_token_ids or [], "stop_token_ids")
-        return {
-            "n": body.n or 1,
-            "temperature": _or(body.temperature, 1.0),
-            "top_p": _or(body.top_p, 1.0),
-            "top_k": max(0, body.top_k or 0),
-            "min_p": _or(body.min_p, 0.0),
-            "seed": body.seed,
-            "stop": body.stop or [],
-            "stop_token_ids": body.stop_token_ids or [],
-            "presence_penalty": _or(body.presence_penalty, 0.0),
-            "frequency_penalty": _or(body.frequency_penalty, 0.0),
-            "repetition_penalty": _or(body.repetition_penalty, 1.0),
-            "logprobs": logprobs,
-            "ignore_eos": bool(body.ignore_eos),
-            "min_tokens": body.min_tokens or 0,
-        }
+        return sampling_of(body, logprobs)
 
     def _prepared(
         self,
@@ -158,6 +165,7 @@ class Preparer:
             tenant=tenant,
             salt=body.cache_salt,
             use_cache=not body.no_cache,
+            keep=keep_of(body),
         )
 
     def _max_tokens(self, body: GenerationBody, prompt: int, wanted: int | None, param: str) -> int:
@@ -188,7 +196,7 @@ def split_prompts(prompt: Any, choices: int, most: int) -> list[Prompt]:
     else:
         prompts = prompt
     if len(prompts) * choices > most:
-        raise invalid(f"At most {most} answers per request (prompts times n).", "prompt")
+        raise invalid(f"At most {most} answers per request (prompts times n or best_of).", "prompt")
     of_text = isinstance(prompts[0], str)
     if not all(isinstance(item, str) if of_text else _is_ids(item) for item in prompts):
         raise invalid(
@@ -212,10 +220,6 @@ def _refusals(param: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise invalid(str(error), param) from error
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def _chat_logprobs(body: ChatBody) -> int | None:

@@ -6,9 +6,9 @@ collecting the errors of a long one would take seconds, and only the first is to
 """
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from router.api.body import parse_object
 from router.api.errors import ApiError, invalid
@@ -20,6 +20,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 128
 MAX_SALT_CHARS = 256
+MAX_PRIORITY = 100
+MAX_RANGES = 64
+MAX_REPLICAS = 4096
 _INT64 = 2**63
 
 # Field: the values that ask for nothing special.
@@ -34,7 +37,6 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (None, False),
     "echo": (None, False),
     "suffix": (None, ""),
-    "use_beam_search": (None, False),
     "guided_json": (None,),
     "guided_regex": (None,),
     "guided_choice": (None,),
@@ -46,6 +48,30 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
 
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+
+
+class _StrictBody(_Body):
+    """Where a field nobody knows is more likely a slip than one of another server's."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
+
+
+class RetentionRange(_StrictBody):
+    """How long the cache keeps tokens start <= i < end of the prompt (None: and of the answer)."""
+
+    start: int = Field(ge=0, lt=_INT64)
+    end: int | None = Field(None, ge=0, lt=_INT64)
+    priority: int = Field(ge=0, le=MAX_PRIORITY)
+    duration_s: float | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _some_tokens(self) -> "RetentionRange":
+        if self.end is not None and self.end <= self.start:
+            raise ValueError("'end' must be more than 'start'")
+        return self
 
 
 class StreamOptions(_Body):
@@ -61,7 +87,7 @@ class GenerationBody(_Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1)
-    best_of: int | None = None
+    best_of: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1, lt=_INT64)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -77,8 +103,13 @@ class GenerationBody(_Body):
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0, lt=_INT64)
     stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOP_IDS)
-    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
+    use_beam_search: bool | None = None
+    length_penalty: float | None = Field(None, ge=-10, le=10)
+    early_stopping: bool | None = None
+    cache_salt: Salt | None = None
     no_cache: bool | None = None
+    cache_priority: int | None = Field(None, ge=0, le=MAX_PRIORITY)
+    cache_retention: list[RetentionRange] | None = Field(None, max_length=MAX_RANGES, fail_fast=True)
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -133,11 +164,52 @@ class DetokenizeBody(_Body):
     tokens: list[int] = Field(fail_fast=True)
 
 
+class NamespaceBody(_StrictBody):
+    """Whose cached prefixes: exactly this tenant's under exactly this salt; null is none of either."""
+
+    tenant: str | None = None
+    salt: Salt | None = None
+
+    @model_validator(mode="after")
+    def _something(self) -> "NamespaceBody":
+        if not self.model_fields_set:
+            raise ValueError("name a 'tenant', a 'salt' or both; null means none")
+        return self
+
+
+class ClearBody(_StrictBody):
+    """`POST /admin/cache/clear`: either `all` or `namespace`."""
+
+    all: bool | None = None
+    namespace: NamespaceBody | None = None
+    replicas: list[str] | None = Field(None, min_length=1, max_length=MAX_REPLICAS, fail_fast=True)
+
+
+class ExplainBody(_StrictBody):
+    """`/admin/cache/explain`: one of `prompt`, `tokens` and `messages`, and how to render the latter."""
+
+    model: str | None = None
+    prompt: str | None = None
+    tokens: list[int] | None = Field(None, fail_fast=True)
+    messages: list[Any] | None = None
+    tools: list[dict[str, Any]] | None = Field(None, fail_fast=True)
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tenant: str | None = None
+    salt: Salt | None = None
+    replica: str | None = None
+
+
 def parse(model: type[M], raw: bytes) -> M:
     """A body as a `model`. Raises `ApiError` 400 that names the first wrong field."""
     body = parse_object(raw)
     if issubclass(model, GenerationBody):
         _refuse_unsupported(body)
+    return validated(model, body)
+
+
+def validated(model: type[M], body: Mapping[str, Any]) -> M:
+    """Fields as a `model`. Raises `ApiError` 400 that names the first wrong one."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -153,9 +225,14 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
 def _from_pydantic(error: ValidationError) -> ApiError:
     # The input is left out: error messages must not quote prompts or salts.
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    unknown = first["type"] == "extra_forbidden"
     param = ""
-    for part in first["loc"]:
+    # The name of an unknown field is input, too.
+    for part in first["loc"][:-1] if unknown else first["loc"]:
         param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
+    if unknown:
+        where = f"'{param}'" if param else "the request"
+        return invalid(f"There is an unknown field in {where}.", param or None, "unknown_parameter")
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "missing":
         return invalid(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")

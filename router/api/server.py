@@ -12,7 +12,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.auth import Authenticator
+from router.administration import Administration
+from router.api import admin
+from router.api.auth import AdminGate, Authenticator
 from router.api.codec import Codec
 from router.api.config import ApiConfig
 from router.api.errors import INVALID, SERVER, ApiError, api_error, model_not_found
@@ -31,7 +33,11 @@ Endpoint = Callable[[Service, Request], Awaitable[Response]]
 
 
 def build_api(
-    config: ApiConfig, codec: Codec, dispatcher: Dispatcher, metrics: Metrics | None = None
+    config: ApiConfig,
+    codec: Codec,
+    dispatcher: Dispatcher,
+    administration: Administration,
+    metrics: Metrics | None = None,
 ) -> FastAPI:
     """The OpenAI-compatible API over `dispatcher`.
 
@@ -48,10 +54,19 @@ def build_api(
         dispatcher.observe(metrics)
     pool = BodyPool(config.body_threads, config.inline_bytes, config.max_pending_bodies)
     preparer = Preparer(config, codec, dispatcher.model_info)
-    service = Service(config, dispatcher, preparer, pool, Authenticator(config.api_keys), metrics)
+    service = Service(
+        config,
+        dispatcher,
+        preparer,
+        pool,
+        Authenticator(config.api_keys),
+        metrics,
+        AdminGate(config.admin_key),
+        administration,
+    )
     app = FastAPI(title="Warmroute", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    for method, path, endpoint in _ROUTES:
-        app.add_route(path, partial(_serve, service, path, endpoint), methods=[method])
+    for methods, path, endpoint in _ROUTES:
+        app.add_route(path, partial(_serve, service, path, endpoint), methods=methods.split())
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(ExchangeMiddleware, metrics=metrics, send_request_id=config.send_request_id)
     return app
@@ -130,6 +145,8 @@ _ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/metrics", _metrics),
     ("POST", "/tokenize", _tokenize),
     ("POST", "/detokenize", _detokenize),
+    ("POST", "/admin/cache/clear", admin.clear),
+    ("GET POST", "/admin/cache/explain", admin.explain),
 )
 
 

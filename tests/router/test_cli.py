@@ -34,6 +34,11 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
         ("applications: [{args: {polcy: cache_aware}}]", "polcy"),
         ("applications: [{args: {replicas: 0}}]", "replicas"),
         ("applications: [{args: {api_keys: {plain-key: me}}}]", "SHA-256"),
+        ("applications: [{args: {admin_key: plain-key}}]", "admin key as its SHA-256"),
+        (
+            f"applications: [{{args: {{admin_key: {DIGEST}, api_keys: {{{DIGEST}: me}}}}}}]",
+            "one of the api_keys",
+        ),
         ("applications: [{args: {cluster_secret: abc}}]", "cluster_secret"),
         ("applications: {", "is no YAML"),
         ("just text", "no Serve configuration"),

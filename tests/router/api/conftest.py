@@ -12,6 +12,7 @@ import pytest
 
 from kvcore.hashing import PrefixHasher
 from replica.models import load_tokenizer
+from router.administration import Administration
 from router.api.config import ApiConfig
 from router.api.server import build_api
 from router.dispatch import Dispatcher, DispatchLimits, ModelInfo
@@ -45,6 +46,10 @@ class ScriptedTransport:
 
     play: Callable[[str, dict[str, Any]], Play] = lambda replica_id, request: Play()
     sent: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    orders: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
+    """Calls of the administration: method, replica, request."""
+    answers: dict[str, Any] = field(default_factory=dict)
+    """What replicas answer to those: a dict, an exception, or None for never."""
     active: int = 0
     hanging: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -57,6 +62,23 @@ class ScriptedTransport:
                 yield chunk
         finally:
             self.active -= 1
+
+    async def clear_cache(self, replica_id: str, request: dict[str, Any], timeout_s: float) -> Any:
+        return await self._order("clear_cache", replica_id, request, timeout_s)
+
+    async def explain(self, replica_id: str, request: dict[str, Any], timeout_s: float) -> Any:
+        return await self._order("explain", replica_id, request, timeout_s)
+
+    async def _order(self, method: str, replica_id: str, request: dict[str, Any], timeout_s: float) -> Any:
+        self.orders.append((method, replica_id, request))
+        answer = self.answers[replica_id]
+        if isinstance(answer, Exception):
+            raise answer
+        if answer is None:  # as `ServeTransport` after its time limit
+            self.hanging.set()
+            await asyncio.sleep(timeout_s)
+            raise ReplicaLost(replica_id, "no answer in time")
+        return answer
 
     async def _chunks(self, replica_id, request, play):
         prompt = len(request["tokens"]) // 4
@@ -131,7 +153,8 @@ class Fleet:
         self.dispatcher = Dispatcher(self.placement, self.hasher, self.transport, lambda: self.info, limits)
         self.codec = load_tokenizer("random:tiny")
         self.config = ApiConfig(model_names=(MODEL, "alias/of-tiny"), **config)
-        self.app = build_api(self.config, self.codec, self.dispatcher)
+        self.administration = Administration(self.transport, lambda: self.names, timeout_s=0.01)
+        self.app = build_api(self.config, self.codec, self.dispatcher, self.administration)
 
     def client(self, host: str = "127.0.0.1", **options: Any) -> httpx.AsyncClient:
         transport = httpx.ASGITransport(app=self.app, client=(host, 4000))

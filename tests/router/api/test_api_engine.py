@@ -1,6 +1,7 @@
 """The API over real engines in this process: hits, token counts and logprobs as the engine has them."""
 
 import asyncio
+import hashlib
 import json
 import random
 
@@ -13,6 +14,7 @@ from replica.config import EngineConfig
 from replica.models import load_tokenizer
 from replica.request import Request
 from replica.worker import build_worker
+from router.administration import Administration
 from router.api.config import ApiConfig
 from router.api.server import build_api
 from router.dispatch import Dispatcher, ModelInfo
@@ -31,7 +33,9 @@ class Engines:
         self.placement = Placement(rng=random.Random(0))
         self.info = None
         dispatcher = Dispatcher(self.placement, PrefixHasher(SECRET), self, lambda: self.info)
-        self.app = build_api(ApiConfig(model_names=("tiny",)), load_tokenizer("random:tiny"), dispatcher)
+        admin = Administration(self, lambda: self.workers)
+        config = ApiConfig(model_names=("tiny",), admin_key=hashlib.sha256(b"root").hexdigest())
+        self.app = build_api(config, load_tokenizer("random:tiny"), dispatcher, admin)
 
     async def generate(self, replica_id, request):
         async for chunk in self.workers[replica_id].generate(Request.from_wire(request)):

@@ -87,7 +87,6 @@ BODIES = [
     (TEXT, text(prompt=["a"] * 65, n=2), 400, "prompt", "invalid_value"),
     (TEXT, text(echo=True), 400, "echo", "unsupported_parameter"),
     (TEXT, text(suffix="x"), 400, "suffix", "unsupported_parameter"),
-    (TEXT, text(best_of=2), 400, "best_of", "unsupported_parameter"),
     (TEXT, text(logprobs=21), 400, "logprobs", "invalid_value"),
     (TEXT, text(logprobs=True), 400, "logprobs", "invalid_type"),
     (CHAT, chat(n=0), 400, "n", "invalid_value"),

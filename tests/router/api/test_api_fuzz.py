@@ -1,13 +1,15 @@
 """Whatever the body, the answer is OpenAI-shaped and never a 500."""
 
 import asyncio
+import hashlib
 import json
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-PATHS = (CHAT, TEXT, "/tokenize", "/detokenize")
+CLEAR, EXPLAIN = "/admin/cache/clear", "/admin/cache/explain"
+PATHS = (CHAT, TEXT, "/tokenize", "/detokenize", CLEAR, EXPLAIN)
 
 numbers = st.one_of(st.integers(-3, 5), st.integers(), st.floats(), st.booleans())
 any_text = st.text(max_size=8) | st.text(st.characters(), max_size=3)  # the latter with lone surrogates
@@ -37,11 +39,16 @@ message = st.fixed_dictionaries(
     },
 )
 good_message = st.fixed_dictionaries({"role": st.just("user"), "content": st.text(max_size=9)})
+retention_range = st.fixed_dictionaries(
+    {"start": st.integers(0, 9), "priority": st.integers(0, 100)},
+    optional={"end": st.integers(-1, 20) | values, "duration_s": numbers, "x": values},
+)
 NAMES = """
 max_tokens max_completion_tokens temperature top_p top_k min_p seed presence_penalty frequency_penalty
-repetition_penalty top_logprobs min_tokens stop_token_ids cache_salt no_cache ignore_eos echo best_of suffix
+repetition_penalty top_logprobs min_tokens stop_token_ids cache_salt no_cache ignore_eos echo suffix
 tool_choice response_format user logit_bias functions modalities add_generation_prompt
-add_special_tokens metadata
+add_special_tokens metadata use_beam_search length_penalty early_stopping cache_priority all tenant salt
+replica
 """
 FIELDS = {
     "model": st.sampled_from(["tiny", "other"]) | values,
@@ -59,6 +66,10 @@ FIELDS = {
     "chat_template_kwargs": st.dictionaries(st.text(max_size=5), values, max_size=2) | values,
     "stop": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=3) | values,
     "n": st.integers(1, 3) | values,
+    "best_of": st.integers(1, 3) | values,
+    "cache_retention": st.lists(retention_range | values, max_size=3) | values,
+    "namespace": st.fixed_dictionaries({}, optional={"tenant": any_text, "salt": any_text}) | values,
+    "replicas": st.lists(st.sampled_from(["r0", "r1", "r2"]), max_size=3) | values,
     "logprobs": st.booleans() | st.integers(0, 5) | values,
     **{name: values for name in NAMES.split()},
 }
@@ -70,7 +81,10 @@ GOOD = {
     TEXT: {"model": "tiny", "prompt": "hi"},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [5]},
+    CLEAR: {"all": True},
+    EXPLAIN: {"prompt": "hi"},
 }
+ROOT = {"authorization": "Bearer root"}
 
 
 @st.composite
@@ -97,7 +111,9 @@ def check(response, path):
 def post(fleet, path, content):
     async def run():
         async with fleet.client() as client:
-            response = await client.post(path, content=content)
+            response = await client.post(
+                path, content=content, headers=ROOT if path in (CLEAR, EXPLAIN) else {}
+            )
         await fleet.settled()
         return response
 
@@ -117,6 +133,30 @@ def test_any_object(make_fleet, path, body):
     check(post(shared(make_fleet), path, json.dumps(body).encode()), path)
 
 
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    query=st.binary(max_size=30)
+    | st.from_regex(r"(prompt|tokens|tenant|salt|replica)=[0-9,%&=a-f]*").map(str.encode)
+)
+def test_any_query(make_fleet, query):
+    fleet = shared(make_fleet)
+
+    async def run():
+        found = []
+
+        async def send(message):
+            found.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": EXPLAIN, "query_string": query, "root_path": "",
+                 "headers": [(b"authorization", b"Bearer root")], "client": ("127.0.0.1", 1)}  # fmt: skip
+        await fleet.app(scope, None, send)
+        return found
+
+    start, body = asyncio.run(run())
+    assert start["status"] in (200, 400, 404)
+    assert ("error" in json.loads(body["body"])) == (start["status"] != 200)
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     path=st.sampled_from(PATHS), content=st.binary(max_size=40) | values.map(lambda v: json.dumps(v).encode())
@@ -130,4 +170,9 @@ _fleets = {}
 
 def shared(make_fleet):
     """One fleet for all examples of this module: building one takes longer than a request."""
-    return _fleets.setdefault(0, _fleets.get(0) or make_fleet())
+    if not _fleets:
+        fleet = make_fleet(admin_key=hashlib.sha256(b"root").hexdigest())
+        facts = {"num_tokens": 2, "hit_tokens": 0, "reason": "unseen", "held": 0}
+        fleet.transport.answers = {name: {"v": 1, "replica": name, **facts} for name in fleet.names}
+        _fleets[0] = fleet
+    return _fleets[0]
