@@ -5,109 +5,130 @@ believes. The first block that is wrong is named. Slow on purpose: plain loops t
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from itertools import pairwise
 
 import numpy as np
 
-from kvcore.blocks import CACHED, DEAD, FREE, PRIVATE, BlockPool
-from kvcore.eviction import EvictionOrder
+from kvcore import eviction, index, tree
+from kvcore.blocks import CACHED, DEAD, FREE, PRIVATE, Pool
 from kvcore.lease import Lease
-from kvcore.resident import ResidentBlocks
+from kvcore.occupancy import Occupancy
 
 
-def check(pool: BlockPool, resident: ResidentBlocks, order: EvictionOrder, leases: Iterable[Lease]) -> None:
+def check(state: Occupancy) -> None:
     """Raises `AssertionError` naming the first wrong block, if there is one."""
-    leases = list(leases)
-    _check_holders(pool, leases)
-    _check_places(pool, order)
-    _check_tree(pool, resident)
-    _check_order(pool, order)
-    _check_leases(pool, leases)
-    _check_spaces(pool, resident, leases)
+    _check_holders(state.pool, state.leases)
+    _check_places(state.pool)
+    _check_tree(state.pool)
+    _check_leaves(state.pool)
+    for lease in state.leases:
+        _check_lease(state.pool, lease)
+    _check_spaces(state)
 
 
-def _check_holders(pool: BlockPool, leases: list[Lease]) -> None:
+def _check_holders(pool: Pool, leases: set[Lease]) -> None:
     """Reference counts are exactly the holders that exist."""
     holders = Counter(block for lease in leases for block in lease.blocks.tolist())
     holders.update(lease.copy.src for lease in leases if lease.copy is not None)
-    for block, refs in enumerate(pool.refs.tolist()):
+    for block, refs in enumerate(pool.blocks["refs"].tolist()):
         assert refs == holders[block], f"block {block}: {refs} references, {holders[block]} holders"
 
 
-def _check_places(pool: BlockPool, order: EvictionOrder) -> None:
-    """Every block is in exactly one of: the free stack, the eviction order, somebody's hands."""
-    free, idle = Counter(pool.free_ids.tolist()), Counter(order.ids().tolist())
-    assert len(order) == idle.total(), f"the order counts {len(order)} blocks and has {idle.total()}"
-    state, refs = pool.state.tolist(), pool.refs.tolist()
-    for block in range(pool.num_blocks):
-        held = refs[block] > 0
-        places = free[block] + idle[block] + held
-        assert places == 1, f"block {block}: in {places} places, must be in one of free, idle and held"
-        allowed = {FREE} if free[block] else {CACHED} if idle[block] else {PRIVATE, CACHED, DEAD}
-        assert state[block] in allowed, f"block {block}: state {state[block]}, must be in {allowed}"
+def free_blocks(pool: Pool) -> list[int]:
+    """The free blocks, next one to be used first."""
+    free, block = [], int(pool.state["free_head"][0])
+    for _ in range(int(pool.state["free"][0])):
+        free.append(block)
+        block = int(pool.blocks["left"][block])
+    return free
 
 
-def _check_tree(pool: BlockPool, resident: ResidentBlocks) -> None:
-    """Index and children list exactly the CACHED blocks, and those are prefix-closed."""
-    cached = np.flatnonzero(pool.state == CACHED).tolist()
-    assert len(resident.index) == len(cached), f"index has {len(resident.index)} blocks, not {len(cached)}"
-    expected: dict[int, list[int]] = {-1 - space: [] for space in range(pool.num_blocks)}
-    expected.update({block: [] for block in range(pool.num_blocks)})
+def _check_places(pool: Pool) -> None:
+    """Every block is free, idle or held, and each of these is counted."""
+    free = Counter(free_blocks(pool))
+    idle = 0
+    for block, (state, refs) in enumerate(zip(pool.blocks["state"], pool.blocks["refs"], strict=True)):
+        assert free[block] == (state == FREE), f"block {block}: {free[block]} times in the free list"
+        allowed = {PRIVATE, CACHED, DEAD} if refs else {FREE, CACHED}
+        assert state in allowed, f"block {block}: state {state} with {refs} references"
+        idle += state == CACHED and refs == 0
+    counted = int(pool.state["idle"][0])
+    assert counted == idle, f"{counted} idle blocks counted, there are {idle}"
+
+
+def _children(pool: Pool, block: int) -> list[int]:
+    """The blocks of a tree of siblings, in its order."""
+    if block < 0:
+        return []
+    left, right = int(pool.blocks["left"][block]), int(pool.blocks["right"][block])
+    return [*_children(pool, left), block, *_children(pool, right)]
+
+
+def _check_tree(pool: Pool) -> None:
+    """Index and trees list exactly the CACHED blocks, and those are prefix-closed."""
+    facts = pool.blocks
+    cached = np.flatnonzero(facts["state"] == CACHED).tolist()
+    counts = {len(cached), int(np.count_nonzero(pool.slots[:, 1:])), int(pool.state["published"][0])}
+    assert len(counts) == 1, f"{counts}: blocks published, in the hash table, and counted"
+    expected: dict[int, list[int]] = {block: [] for block in cached}
     for block in cached:
-        parent, key = int(pool.parents[block]), int(pool.hashes[block])
-        assert resident.index.find_one(key) == block, f"block {block}: not found under its hash"
-        assert int(resident.index.find(pool.hashes[[block]])[0]) == block, f"block {block}: not found in bulk"
+        parent = int(facts["parent"][block])
+        assert index.find(pool, facts["hash"][block]) == block, f"block {block}: not found under its hash"
         if parent >= 0:
-            assert pool.state[parent] == CACHED, f"block {block}: its parent {parent} is not cached"
-            assert pool.spaces[parent] == pool.spaces[block], f"block {block}: parent of another namespace"
-            assert pool.refs[parent] >= (pool.refs[block] > 0), f"block {block}: held, parent {parent} is not"
+            assert facts["state"][parent] == CACHED, f"block {block}: its parent {parent} is not cached"
+            held = facts["refs"][parent] >= (facts["refs"][block] > 0)
+            assert held, f"block {block}: held, its parent {parent} is not"
         else:
-            assert parent == -1 - pool.spaces[block], f"block {block}: below the root of another namespace"
+            assert pool.spaces["users"][-1 - parent] > 0, f"block {block}: in a namespace that nobody uses"
         expected.setdefault(parent, []).append(block)
     for parent, blocks in expected.items():
+        found = _children(pool, tree.first_child(pool, parent))
         blocks.sort(key=lambda block: pool.tokens[block].tolist())
-        found = resident.children.children(parent)
         assert found == blocks, f"block {parent}: children {found}, must be {blocks}"
 
 
-def _check_order(pool: BlockPool, order: EvictionOrder) -> None:
-    """A block is evicted only after its children."""
-    place = {block: i for i, block in enumerate(order.ids().tolist())}
-    assert order.first() == (order.ids()[0] if place else -1), f"block {order.first()}: not the first victim"
-    for block, i in place.items():
-        parent = int(pool.parents[block])
-        assert parent < 0 or place.get(parent, i + 1) > i, f"block {parent}: goes before its child {block}"
+def _check_leaves(pool: Pool) -> None:
+    """Every block that can go has a valid entry in its heap, and each heap is one."""
+    entries = set()
+    for heap, count in enumerate(pool.habits["leaves"].tolist()):
+        keys = pool.heaps[heap, :count][["level", "rank"]].tolist()
+        for i in range(1, count):
+            assert keys[(i - 1) // 2] <= keys[i], f"entry {i} of heap {heap} is before its parent"
+        blocks = pool.heaps["block"][heap, :count].tolist()
+        entries |= {(heap, block, rank, level) for block, (level, rank) in zip(blocks, keys, strict=True)}
+    for block in np.flatnonzero(pool.blocks["state"] == CACHED).tolist():
+        if eviction.is_leaf(pool, block):
+            rank, level = eviction.rank(pool, block), int(pool.blocks["level"][block])
+            entry = (eviction.heap_of(pool, block), block, rank, level)
+            assert entry in entries, f"block {block}: a leaf without its entry"
 
 
-def _check_leases(pool: BlockPool, leases: list[Lease]) -> None:
-    """Block tables have the right size and distinct blocks; published ones hold the lease's own tokens."""
-    size = pool.block_size
-    for lease in leases:
-        table = lease.blocks.tolist()
-        assert len(table) == -(-len(lease) // size), f"a lease of {len(lease)} tokens has {len(table)} blocks"
-        double = [block for block, times in Counter(table).items() if times > 1]
-        assert not double, f"block {double[0]}: twice in one lease"
-        assert lease.computed <= len(lease), f"{lease.computed} of {len(lease)} tokens computed"
-        parent = -1 - lease.space
-        for i, block in enumerate(table):
-            state = pool.state[block]
-            if i >= lease.published:
-                assert state == PRIVATE, f"block {block}: published behind its sequence's back"
-                continue
-            dead = state == DEAD and not lease.publishing
-            assert state == CACHED or dead, f"block {block}: published, but in state {state}"
-            own = lease.tokens[i * size : (i + 1) * size]
-            assert np.array_equal(pool.tokens[block], own), f"block {block}: holds other tokens"
-            assert pool.parents[block] == parent, f"block {block}: parent is not {parent}"
-            parent = block
+def _check_lease(pool: Pool, lease: Lease) -> None:
+    """A block table has the right size and distinct blocks; published ones hold the lease's own tokens."""
+    size, table = pool.tokens.shape[1], lease.blocks.tolist()
+    assert len(table) == -(-len(lease) // size), f"a lease of {len(lease)} tokens has {len(table)} blocks"
+    for one, other in pairwise(sorted(table)):
+        assert one != other, f"block {one}: twice in one lease"
+    assert lease.computed <= len(lease), f"{lease.computed} of {len(lease)} tokens computed"
+    parent = -1 - lease.space
+    for i, block in enumerate(table[: lease.published]):
+        state = pool.blocks["state"][block]
+        dead = state == DEAD and not lease.publishing
+        assert state == CACHED or dead, f"block {block}: published, but in state {state}"
+        own = lease.tokens[i * size : (i + 1) * size]
+        assert np.array_equal(pool.tokens[block], own), f"block {block}: holds other tokens"
+        assert pool.blocks["parent"][block] == parent, f"block {block}: parent is not {parent}"
+        parent = block
 
 
-def _check_spaces(pool: BlockPool, resident: ResidentBlocks, leases: list[Lease]) -> None:
-    """Namespaces are known exactly as long as blocks or leases use them."""
-    users = Counter(pool.spaces[pool.state == CACHED].tolist())
-    users.update(lease.space for lease in leases)
-    assert len(resident.spaces) == len(users), f"{len(resident.spaces)} namespaces known, {len(users)} used"
-    for space, count in users.items():
-        known = resident.spaces.users(space)
-        assert known == count, f"namespace {space}: {known} users counted, there are {count}"
-        assert resident.spaces.find(resident.spaces.digest(space)) == space, f"namespace {space}: not found"
+def _check_spaces(state: Occupancy) -> None:
+    """Namespaces are known exactly as long as first blocks or leases use them."""
+    blocks = state.pool.blocks
+    roots = blocks["parent"][(blocks["state"] == CACHED) & (blocks["parent"] < 0)]
+    users = Counter((-1 - roots).tolist())
+    users.update(lease.space for lease in state.leases)
+    assert len(state.spaces) == len(users), f"{len(state.spaces)} namespaces known, {len(users)} used"
+    for digest, space in state.spaces:
+        known = int(state.pool.spaces["users"][space])
+        assert known == users[space], f"namespace {space}: {known} users counted, there are {users[space]}"
+        assert state.spaces.digest(space) == digest, f"namespace {space}: not the one it was"

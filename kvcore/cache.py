@@ -1,46 +1,45 @@
 """The prefix cache of one engine: which KV blocks hold what, who uses them, and which go next.
 
 A sequence's life is `claim` (pin the hit, take the blocks it needs, or change nothing), `append` and `commit`
-in turns, `release`. Only `commit` makes blocks visible, after their KV was really written; only full blocks
-become visible. The cache handles block ids and tokens, never KV itself.
+in turns, `release`. `fork` splits it, `truncate` takes back tokens that turned out wrong. Only `commit` makes
+blocks visible, after their KV was really written; only full blocks become visible. The cache handles block
+ids and tokens, never KV itself.
 
-Threads: one thread owns the leases (claim, append, commit, release, clear). `probe`, `stats`, `snapshot`,
-`events_since`, `events` and a `FingerprintFeed` may be used from any other thread meanwhile: every public
-method holds one lock, for microseconds in a sequence's life and some milliseconds in a snapshot or a clear.
+Threads: every method may be called from any thread; a lease is used by one thread at a time. Methods that
+change something take turns, for microseconds in a sequence's life and milliseconds in a clear. `probe` waits
+for nobody: it is one compiled call, which sees the tree as the latest such call has left it.
 """
 
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcore import audit
-from kvcore.blocks import CACHED, DEAD, PRIVATE, BlockIds, BlockPool
+from kvcore import audit, match
+from kvcore.blocks import BlockIds
 from kvcore.errors import InvalidRequest, OutOfBlocks, StaleLease
-from kvcore.events import EventBatch, EventLog, Snapshot
-from kvcore.eviction import make_order
-from kvcore.hashing import PrefixChain, PrefixHasher, as_tokens
-from kvcore.lease import BlockCopy, Lease
+from kvcore.events import EventBatch, EventLog
+from kvcore.explain import Explanation, explain
+from kvcore.hashing import PrefixHasher, as_tokens, plain
+from kvcore.lease import Lease, Prompt
 from kvcore.namespace import Namespace
-from kvcore.resident import ResidentBlocks
-from kvcore.stats import CacheStats, Counters
+from kvcore.occupancy import NO_HIT, Hit, Occupancy
+from kvcore.retention import Retention, in_order
+from kvcore.snapshot import Snapshot, take_snapshot
+from kvcore.stats import CacheStats
 
 Tokens = npt.NDArray[np.int32]
 Hashes = npt.NDArray[np.uint64]
-
-_NO_HASHES = np.empty(0, dtype=np.uint64)
-_NO_BLOCKS = np.empty(0, dtype=np.intp)
 
 
 class PrefixCache:
     """A pool of `num_blocks` blocks of `block_size` tokens with a prefix tree over the published ones.
 
-    `policy` names the eviction order ("lru"); `clock` returns seconds and is read at releases and in `stats`.
-    `epoch` names this life of the cache in its events (default: random); `events` brings an own log instead,
-    and with it its epoch.
+    `policy` names the eviction order (see `kvcore.eviction`); `clock` returns seconds. `epoch` names this
+    life of the cache in its events (default: random); `events` brings an own log instead, with its epoch.
 
     Raises `InvalidRequest` for sizes below 1, an unknown policy, or an epoch that contradicts the log's.
     """
@@ -51,25 +50,21 @@ class PrefixCache:
         block_size: int,
         hasher: PrefixHasher,
         *,
-        policy: str = "lru",
+        policy: str = "reuse",
         clock: Callable[[], float] = time.monotonic,
         epoch: int | None = None,
         events: EventLog | None = None,
     ) -> None:
-        self._pool = BlockPool(num_blocks, block_size)
         if events is None:
-            events = EventLog(secrets.randbits(62) + 1 if epoch is None else epoch)
+            number = secrets.randbits(62) + 1 if epoch is None else epoch
+            events = EventLog(number, capacity=max(num_blocks // 4, 1024))
         elif epoch not in (None, events.epoch):
             raise InvalidRequest(f"epoch {epoch} is not that of the event log, {events.epoch}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.hasher = hasher
         self.events = events
-        self._clock = clock
-        self._resident = ResidentBlocks(self._pool)
-        self._order = make_order(policy, num_blocks)
-        self._leases: set[Lease] = set()
-        self._counters = Counters()
+        self._state = Occupancy(num_blocks, block_size, policy, clock, events)
         self._lock = threading.Lock()
 
     @property
@@ -85,21 +80,23 @@ class PrefixCache:
     @property
     def nbytes(self) -> int:
         """Host memory of the cache's arrays; leases and events come on top."""
-        resident = self._resident.index.nbytes + self._resident.children.nbytes
-        return self._pool.nbytes + resident + self._order.nbytes
+        return self._state.pool.nbytes
 
     def probe(self, tokens: Tokens, namespace: Namespace, hashes: Hashes | None = None) -> int:
         """How many leading tokens of int32[n] a claim would find now; at most n - 1. Changes nothing.
 
-        `hashes` as in `claim`.
+        `hashes` as in `Prompt`. Never waits for another thread.
         """
         tokens = as_tokens(tokens)
         if len(tokens) == 0:
             return 0
-        hashes, _ = self._hashes(tokens, namespace, hashes)
-        with self._lock:
-            hit, _, common = self._find(tokens, hashes, self._resident.spaces.find(namespace.digest()))
-            return len(hit) * self.block_size + common
+        if hashes is None:
+            hashes = self.hasher.block_hashes(tokens, self.block_size, self.hasher.root(namespace))
+        hashes = self._checked(hashes, tokens)
+        table: BlockIds = np.empty(len(hashes), dtype=np.int32)
+        space = self._state.spaces.find(namespace.digest())
+        depth, _, common = match.find(self._state.pool, tokens, hashes, space, table)
+        return depth * self.block_size + common
 
     def claim(
         self,
@@ -109,39 +106,36 @@ class PrefixCache:
         hashes: Hashes | None = None,
         read: bool = True,
         publish: bool = True,
+        retention: Sequence[Retention] = (),
     ) -> Lease:
-        """Pin the longest cached prefix of int32[n] and take blocks for all n tokens.
+        """Pin the longest cached prefix of int32[n] and take blocks for all n tokens; options as in `Prompt`.
 
-        At least the last token is left to compute. `hashes` are the prefix hashes of the full blocks, if the
-        caller has them (uint64, at least n // block_size, from this secret). `read=False` uses no cached
-        block (for prompt log-probabilities); `publish=False` never makes this sequence's blocks visible.
+        At least the last token is left to compute.
 
         Raises `OutOfBlocks` when the pool cannot hold the sequence now: nothing has changed then.
-        Raises `InvalidRequest` for no tokens, or tokens or hashes of a wrong type or shape.
+        Raises `InvalidRequest` for no tokens, or an argument of a wrong type, shape or range.
         """
-        tokens = as_tokens(tokens)
-        if len(tokens) == 0:
-            raise InvalidRequest("a claim needs at least one token")
-        known, chain = self._hashes(tokens, namespace, hashes) if read or publish else (_NO_HASHES, None)
+        lease = self._lease(Prompt(tokens, namespace, hashes, read, publish, tuple(retention)))
         with self._lock:
-            spaces, digest = self._resident.spaces, namespace.digest()
-            found = self._find(tokens, known, spaces.find(digest)) if read else (_NO_BLOCKS, -1, 0)
-            hit, source, common = self._affordable(len(tokens), *found)
-            self._pin(hit)
-            if source >= 0:
-                self._pin(np.array([source]))
-            own = self._take(-(-len(tokens) // self.block_size) - len(hit))
-            blocks = np.concatenate((hit, own))
-            space = spaces.enter(digest)
-            lease = Lease(
-                tokens, blocks, known, chain, lambda: self._chain(namespace), self.block_size, space
-            )
-            self._begin(lease, len(hit), source, common)
-            lease.publishing = publish
-            return lease
+            self._state.admit(lease, self._pin_hit(lease))
+        return lease
+
+    def claim_many(self, prompts: Sequence[Prompt]) -> list[Lease | None]:
+        """Claim for a batch: every member's hit is safe before any member takes blocks, first ones first.
+
+        A member that finds too few blocks gets None, and nothing has changed for it. Raises `InvalidRequest`
+        as `claim`, before anything has changed.
+        """
+        leases = [self._lease(prompt) for prompt in prompts]
+        with self._lock:
+            hits = [self._pin_hit(lease) for lease in leases]
+            return [self._admitted(*pair) for pair in zip(leases, hits, strict=True)]
 
     def append(self, lease: Lease, tokens: Tokens) -> None:
         """Record more tokens int32[m] of a sequence and take the blocks they need.
+
+        Where the sequence would go on inside a block that others hold or hit, it gets a block of its own and
+        `lease.copy` says what to copy there.
 
         Raises `OutOfBlocks` when there are too few: nothing has changed then. Raises `StaleLease`,
         `InvalidRequest`.
@@ -149,16 +143,13 @@ class PrefixCache:
         tokens = as_tokens(tokens)
         with self._lock:
             self._check_live(lease)
-            need = -(-(len(lease) + len(tokens)) // self.block_size) - len(lease.blocks)
-            if need > 0 and need > (available := self._available()):
-                raise OutOfBlocks(need, available)
-            lease.record(tokens, self._take(need) if need > 0 else _NO_BLOCKS)
+            self._state.append(lease, tokens)
 
     def commit(self, lease: Lease, computed: int) -> None:
         """The KV of the first `computed` tokens is written, all of it: make the full blocks visible.
 
         Where an identical block is visible already, the block table gets that one instead of the own copy.
-        The first commit also ends the pin on `lease.copy`'s source. Blocks claimed before a `clear` of their
+        A commit also ends the pin on `lease.copy`'s source. Blocks claimed before a `clear` of their
         namespace stay invisible.
 
         Raises `StaleLease`; `InvalidRequest` when `computed` goes back or beyond the recorded tokens.
@@ -168,21 +159,44 @@ class PrefixCache:
             if not lease.computed <= computed <= len(lease):
                 raise InvalidRequest(f"computed {computed} is not in {lease.computed}..{len(lease)}")
             lease.computed = computed
-            self._end_copy(lease)
+            self._state.end_copy(lease)
             full = computed // self.block_size
             if full > lease.published and lease.publishing:
-                self._publish(lease, full)
+                self._state.publish(lease, full)
+
+    def fork(self, lease: Lease) -> Lease:
+        """A second sequence on the computed tokens of the first, for beams and parallel answers.
+
+        It shares all their blocks, a last partial one too: whoever appends to that first gets a copy. Takes
+        no block, so it cannot fail for want of any.
+
+        Raises `StaleLease`; `InvalidRequest` while `lease.copy` is still to be done.
+        """
+        with self._lock:
+            self._check_live(lease)
+            if lease.copy is not None:
+                raise InvalidRequest("a lease with a copy to be done cannot be forked: commit it first")
+            return self._state.fork(lease)
+
+    def truncate(self, lease: Lease, length: int) -> None:
+        """Take back all tokens after the first `length`, such as rejected drafts, and free their blocks.
+
+        What is published stays so, for others. Raises `StaleLease`; `InvalidRequest` for a length below 1 or
+        beyond the recorded tokens.
+        """
+        with self._lock:
+            self._check_live(lease)
+            if not 1 <= length <= len(lease):
+                raise InvalidRequest(f"length {length} is not in 1..{len(lease)}")
+            self._state.end_copy(lease)
+            self._state.drop(lease.cut(length))
 
     def release(self, lease: Lease) -> None:
         """Let go of a sequence: its visible blocks can be evicted from now on, tails first. Idempotent."""
         with self._lock:
-            if lease.released:
-                return
-            lease.released = True
-            self._leases.discard(lease)
-            self._end_copy(lease)
-            self._unpin(lease.blocks[::-1].astype(np.intp))
-            self._resident.spaces.leave(lease.space)
+            if lease in self._state.leases:
+                lease.released = True
+                self._state.leave(lease)
 
     def clear(self, namespace: Namespace | None = None) -> int:
         """Forget all blocks, or those of one namespace; none can be hit any more.
@@ -191,36 +205,34 @@ class PrefixCache:
         claimed before the call publish nothing after it.
         """
         with self._lock:
-            space = -1 if namespace is None else self._resident.spaces.find(namespace.digest())
-            if namespace is not None and space < 0:
-                return 0
-            for lease in self._leases:
-                lease.publishing &= namespace is not None and lease.space != space
-            pool = self._pool
-            ours = np.ones(self.num_blocks, bool) if namespace is None else pool.spaces == space
-            gone = np.flatnonzero(ours & (pool.state == CACHED))
-            self._forget(gone, everything=namespace is None)
-            return int(np.count_nonzero(ours & (pool.state == DEAD)))
+            return self._state.clear(None if namespace is None else namespace.digest())
+
+    def explain(self, tokens: Tokens, namespace: Namespace) -> Explanation:
+        """How long the hit of int32[n] would be now, and why it ends there. Changes nothing."""
+        with self._lock:
+            return explain(self._state, self.hasher, as_tokens(tokens), namespace)
 
     def stats(self) -> CacheStats:
         """One consistent reading of all figures."""
         with self._lock:
-            free, cached = self._pool.num_free, len(self._order)
+            state, record = self._state, self._state.pool.state[0]
+            free, cached = int(record["free"]), int(record["idle"])
+            sums = ("published", "evictions", "idle_s", "regrets", "regret_s", "block_seconds")
             return CacheStats(
                 num_blocks=self.num_blocks,
                 free=free,
                 cached=cached,
                 held=self.num_blocks - free - cached,
-                published=len(self._resident.index),
-                leases=len(self._leases),
-                eviction_age_s=self._eviction_age(),
-                **vars(self._counters),
+                leases=len(state.leases),
+                eviction_age_s=state.eviction_age_s,
+                **{name: record[name].item() for name in sums},
+                **vars(state.counters),
             )
 
     def snapshot(self) -> Snapshot:
         """All visible blocks now, with the sequence number they belong to."""
         with self._lock:
-            return self._resident.snapshot(self.epoch, self.seq)
+            return take_snapshot(self._state, self.epoch, self.seq)
 
     def events_since(self, epoch: int | None, seq: int) -> EventBatch | None:
         """Events after `seq`, with eviction age and free share; None (gap, other epoch): take a snapshot."""
@@ -228,8 +240,8 @@ class PrefixCache:
             events = self.events.since(epoch, seq)
             if events is None:
                 return None
-            share = self._pool.num_free / self.num_blocks
-            return EventBatch(self.epoch, self.seq, tuple(events), self._eviction_age(), share)
+            share = int(self._state.pool.state["free"][0]) / self.num_blocks
+            return EventBatch(self.epoch, self.seq, tuple(events), self._state.eviction_age_s, share)
 
     def check(self) -> None:
         """Prove that every figure and structure is consistent; slow, for tests.
@@ -237,156 +249,39 @@ class PrefixCache:
         Raises `AssertionError` that names the first wrong block.
         """
         with self._lock:
-            audit.check(self._pool, self._resident, self._order, self._leases)
+            audit.check(self._state)
 
-    # --- All below runs under the lock. ---
+    def _lease(self, prompt: Prompt) -> Lease:
+        """A lease that holds nothing yet. Raises `InvalidRequest`."""
+        tokens = as_tokens(prompt.tokens)
+        if len(tokens) == 0:
+            raise InvalidRequest("a claim needs at least one token")
+        hashes = None if prompt.hashes is None else self._checked(prompt.hashes, tokens)
+        if prompt.retention:
+            prompt = prompt._replace(retention=in_order(prompt.retention))
+        lease = Lease(prompt._replace(tokens=tokens, hashes=hashes), self.hasher, self.block_size)
+        if prompt.read or prompt.publish:
+            lease.hashes_to(len(tokens) // self.block_size)
+        return lease
 
-    def _chain(self, namespace: Namespace) -> PrefixChain:
-        return self.hasher.chain(self.block_size, self.hasher.root(namespace))
-
-    def _hashes(
-        self, tokens: Tokens, namespace: Namespace, hashes: Hashes | None
-    ) -> tuple[Hashes, PrefixChain | None]:
-        """Hashes of all full blocks, and the chain behind them if they were computed here. Needs no lock."""
+    def _checked(self, hashes: Hashes, tokens: Tokens) -> Hashes:
         full = len(tokens) // self.block_size
-        if hashes is None:
-            chain = self._chain(namespace)
-            return chain.extend(tokens[: full * self.block_size]), chain
         if hashes.dtype != np.uint64 or hashes.ndim != 1 or len(hashes) < full:
             raise InvalidRequest(f"hashes must be uint64[at least {full}]")
-        return hashes[:full].copy(), None
+        return plain(hashes[:full])
 
-    def _find(self, tokens: Tokens, hashes: Hashes, space: int) -> tuple[BlockIds, int, int]:
-        """The hit: full blocks intp[d], a block to copy from (or -1) and how many of its tokens."""
-        if space < 0:
-            return _NO_BLOCKS, -1, 0
-        most = len(tokens) - 1
-        hit = self._resident.match(tokens, hashes[: most // self.block_size], space)
-        parent = int(hit[-1]) if len(hit) else -1 - space
-        start = len(hit) * self.block_size
-        source, common = self._resident.partial(parent, tokens[start : min(start + self.block_size, most)])
-        return hit, source, common
+    # --- Runs under the lock. ---
 
-    def _available(self) -> int:
-        return self._pool.num_free + len(self._order)
+    def _pin_hit(self, lease: Lease) -> Hit:
+        return self._state.pin_hit(lease) if lease.reading else NO_HIT
 
-    def _affordable(
-        self, num_tokens: int, hit: BlockIds, source: int, common: int
-    ) -> tuple[BlockIds, int, int]:
-        """The hit, without its partial end if pinning that block's source is what would not fit."""
-        need = -(-num_tokens // self.block_size) - len(hit)
-        refs = self._pool.refs
-        available = self._available() - int(np.count_nonzero(refs[hit] == 0))
-        if source >= 0 and refs[source] == 0 and need > available - 1:
-            source, common = -1, 0
-        if need > available:
-            raise OutOfBlocks(need, available)
-        return hit, source, common
-
-    def _begin(self, lease: Lease, depth: int, source: int, common: int) -> None:
-        """Enter a new lease and what it has hit."""
-        lease.published = depth
-        lease.cached_tokens = lease.computed = depth * self.block_size + common
-        if source >= 0:
-            lease.copy = BlockCopy(source, int(lease.blocks[depth]), common)
-        self._leases.add(lease)
-        counters = self._counters
-        counters.claims += 1
-        counters.hit_tokens += lease.cached_tokens
-        counters.partial_hit_tokens += common
-        counters.missed_tokens += len(lease) - lease.cached_tokens
+    def _admitted(self, lease: Lease, hit: Hit) -> Lease | None:
+        try:
+            self._state.admit(lease, hit)
+        except OutOfBlocks:
+            return None
+        return lease
 
     def _check_live(self, lease: Lease) -> None:
-        if lease not in self._leases:
+        if lease not in self._state.leases:
             raise StaleLease("the lease was released, or belongs to another cache")
-
-    def _pin(self, ids: BlockIds) -> None:
-        """One holder more; hits leave the eviction order before any block is taken."""
-        self._pool.refs[ids] += 1
-        self._order.discard(ids)
-
-    def _unpin(self, ids: BlockIds) -> None:
-        """One holder less for distinct blocks, children before parents."""
-        pool = self._pool
-        left = pool.refs.take(ids) - 1
-        pool.refs[ids] = left
-        idle = ids[left == 0]
-        visible = pool.state.take(idle) == CACHED
-        cached = idle[visible]
-        pool.last_use[cached] = self._clock()
-        self._order.add(cached)
-        pool.push_free(idle[~visible])
-
-    def _take(self, count: int) -> BlockIds:
-        """Blocks for a sequence's own use, free ones first, by rising id; the caller made sure of enough."""
-        pool = self._pool
-        ids = pool.pop_free(min(count, pool.num_free))
-        if len(ids) < count:
-            ids = np.concatenate((ids, self._evict(count - len(ids))))
-        ids.sort()  # neighbours in the pool stay neighbours in the sequence, which attention reads faster
-        pool.refs[ids] = 1
-        return ids
-
-    def _evict(self, count: int) -> BlockIds:
-        victims = self._order.pop(count)
-        self._resident.unpublish(victims)
-        self._pool.state[victims] = PRIVATE
-        self._counters.evictions += count
-        self.events.removed(self._pool.hashes[victims], "evicted")
-        return victims
-
-    def _end_copy(self, lease: Lease) -> None:
-        if lease.copy is not None:
-            self._unpin(np.array([lease.copy.src]))
-            lease.copy = None
-
-    def _publish(self, lease: Lease, full: int) -> None:
-        """Make blocks published..full-1 of a lease visible, or replace them by visible twins."""
-        size, start = self.block_size, lease.published
-        hashes, tokens = lease.hashes_to(full)[start:], lease.tokens[start * size : full * size]
-        parent = int(lease.blocks[start - 1]) if start else -1 - lease.space
-        twins, fresh = self._resident.twins(hashes, tokens, parent)
-        same = len(twins)
-        if same:
-            self._replace(lease, start, twins)
-            parent = int(twins[-1])
-        if fresh:
-            ids = lease.blocks[start + same : start + same + fresh].astype(np.intp)
-            stored = hashes[same : same + fresh].copy()
-            tokens = tokens[same * size : (same + fresh) * size]
-            self._resident.publish(ids, stored, tokens, parent, lease.space)
-            above = int(self._pool.hashes[parent]) if parent >= 0 else None
-            self.events.stored(stored, above, self._resident.spaces.digest(lease.space))
-            self._counters.stored += fresh
-        lease.published = start + same + fresh
-        if lease.published < full:
-            lease.publishing = False
-            self._counters.collisions += 1
-
-    def _replace(self, lease: Lease, start: int, twins: BlockIds) -> None:
-        """Hold published twins instead of the own copies from place `start` on."""
-        table = lease.blocks[start : start + len(twins)]
-        own = table[::-1].astype(np.intp)
-        self._pin(twins)
-        table[:] = twins
-        self._unpin(own)
-        self._counters.deduplicated += len(twins)
-
-    def _forget(self, gone: BlockIds, everything: bool) -> None:
-        """Remove visible blocks with all their descendants; held ones become DEAD."""
-        pool = self._pool
-        hashes = pool.hashes[gone]
-        self._resident.unpublish(gone)
-        idle = pool.refs[gone] == 0
-        pool.state[gone] = DEAD
-        self._order.discard(gone[idle])
-        pool.push_free(gone[idle][::-1])
-        self._counters.cleared += len(gone)
-        if everything:
-            self.events.cleared()
-        elif len(gone):
-            self.events.removed(hashes, "cleared")
-
-    def _eviction_age(self) -> float | None:
-        first = self._order.first()
-        return None if first < 0 else self._clock() - float(self._pool.last_use[first])

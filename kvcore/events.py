@@ -7,7 +7,7 @@ them: a consumer that is too slow sees a gap, takes a snapshot, and goes on from
 
 import threading
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -119,51 +119,6 @@ def _read_event(fields: Any) -> Event:
     return BlocksStored(seq, hashes, parent, take(fields, "ns", bytes), tier)
 
 
-@dataclass(frozen=True, eq=False)
-class Snapshot:
-    """All resident blocks of a cache at sequence number `seq`.
-
-    `hashes` uint64[m]; `parents` int32[m] are indices into `hashes`, -1 at the beginning of a prompt;
-    `owners` int32[m] are indices into `namespaces`, a tuple of namespace digests.
-    """
-
-    epoch: int
-    seq: int
-    hashes: Hashes
-    parents: npt.NDArray[np.int32]
-    owners: npt.NDArray[np.int32]
-    namespaces: tuple[bytes, ...]
-
-    def encode(self) -> bytes:
-        """The snapshot as msgpack."""
-        return pack(
-            _VERSION,
-            epoch=self.epoch,
-            seq=self.seq,
-            h=self.hashes.astype("<u8").tobytes(),
-            p=self.parents.astype("<i4").tobytes(),
-            o=self.owners.astype("<i4").tobytes(),
-            ns=list(self.namespaces),
-        )
-
-    @classmethod
-    def decode(cls, data: bytes) -> "Snapshot":
-        """The snapshot from bytes of another process; raises `WireError` for anything that is not one."""
-        message = unpack(data, _VERSION)
-        hashes = take_array(message, "h", "<u8")
-        parents, owners = take_array(message, "p", "<i4"), take_array(message, "o", "<i4")
-        names = tuple(take(message, "ns", list))
-        if not len(hashes) == len(parents) == len(owners):
-            raise WireError("a snapshot's arrays differ in length")
-        if any(type(name) is not bytes for name in names):
-            raise WireError("a snapshot's namespaces must be bytes")
-        for index, low, high in ((parents, -1, len(hashes)), (owners, 0, len(names))):
-            if len(index) and (index.min() < low or index.max() >= high):
-                raise WireError("a snapshot's index is out of range")
-        seq, epoch = take_word(message, "seq"), take_word(message, "epoch")
-        return cls(epoch, seq, hashes, parents, owners, names)
-
-
 class EventLog:
     """The latest events of one epoch, bounded by `capacity`: an event weighs 1 plus its number of hashes.
 
@@ -217,36 +172,3 @@ class EventLog:
         while self._weight > self.capacity:
             oldest = self._events.popleft()
             self._weight -= 1 + (0 if isinstance(oldest, Cleared) else len(oldest.hashes))
-
-
-@dataclass
-class Residency:
-    """A consumer's copy of what one cache holds: `blocks` maps a hash to (namespace digest, parent hash)."""
-
-    epoch: int | None = None
-    seq: int = 0
-    blocks: dict[int, tuple[bytes, int | None]] = field(default_factory=dict)
-
-    def load(self, snapshot: Snapshot) -> None:
-        """Replace everything by a snapshot."""
-        hashes = snapshot.hashes.tolist()
-        parents, owners = snapshot.parents.tolist(), snapshot.owners.tolist()
-        self.epoch, self.seq, self.blocks = snapshot.epoch, snapshot.seq, {}
-        for key, parent, owner in zip(hashes, parents, owners, strict=True):
-            self.blocks[key] = (snapshot.namespaces[owner], None if parent < 0 else hashes[parent])
-
-    def apply(self, event: Event) -> None:
-        """Apply the next event. Raises `InvalidRequest` when it is not the next one."""
-        if event.seq != self.seq + 1:
-            raise InvalidRequest(f"event {event.seq} does not follow {self.seq}")
-        self.seq = event.seq
-        if isinstance(event, Cleared):
-            self.blocks.clear()
-        elif isinstance(event, BlocksRemoved):
-            for key in event.hashes.tolist():
-                del self.blocks[key]
-        else:
-            parent = event.parent
-            for key in event.hashes.tolist():
-                self.blocks[key] = (event.namespace, parent)
-                parent = key

@@ -2,31 +2,22 @@
 
 A `FingerprintUpdate` carries either a snapshot (all set rows) or a delta (rows set and cleared since
 `base_seq`), and the digest of the whole column as it must be afterwards. A router that cannot apply a delta,
-or finds another digest, asks for a snapshot. `FingerprintFeed` makes the updates from a cache.
+or finds another digest, asks for a snapshot. `replica.fingerprint_feed` makes the updates from a cache.
 """
 
-import logging
-import threading
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import InvalidRequest, WireError
-from kvcore.events import BlocksRemoved, BlocksStored, Cleared, Event, EventLog, Snapshot
-from kvcore.filters import CountingFilter, FilterGeometry, column_digest, odd_rows
+from kvcore.filters import CountingFilter, FilterGeometry, column_digest
 from kvcore.wire import pack, take, take_array, take_word, unpack
 
-__all__ = ["CountingFilter", "FilterGeometry", "FingerprintFeed", "FingerprintUpdate", "column_digest"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["CountingFilter", "FilterGeometry", "FingerprintUpdate", "column_digest"]
 
 _VERSION = 1
-# Rows of flips that a feed remembers at least, so that tiny caches send deltas too.
-_MIN_HISTORY = 1024
 
 
 def _no_rows() -> npt.NDArray[np.uint32]:
@@ -99,9 +90,7 @@ def _to_bitmap(rows: npt.NDArray[np.uint32], total: int) -> bytes:
     return np.packbits(bits, bitorder="little").tobytes()
 
 
-def _read_rows(
-    message: dict[str, Any], total: int
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+def _read_rows(message: dict[str, Any], total: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
     """Set and cleared rows of a message, from either form, checked against the geometry."""
     if "map" in message:
         packed = take_array(message, "map", "<u1")
@@ -113,131 +102,3 @@ def _read_rows(
         if len(rows) and (rows[-1] >= total or np.any(rows[1:] <= rows[:-1])):
             raise WireError("rows must be ascending, distinct and inside the filter")
     return set_rows, cleared_rows
-
-
-class ResidencySource(Protocol):
-    """What a feed needs of a cache; `kvcore.cache.PrefixCache` has it."""
-
-    @property
-    def events(self) -> EventLog:
-        """The cache's event log."""
-        ...
-
-    def snapshot(self) -> Snapshot:
-        """All resident blocks now."""
-        ...
-
-
-@dataclass(frozen=True, eq=False)
-class _Step:
-    """Rows that flipped between two sequence numbers: int64[m], ascending and distinct."""
-
-    base_seq: int
-    seq: int
-    flips: npt.NDArray[np.int64]
-
-
-class FingerprintFeed:
-    """Folds a cache's events into a counting filter and answers each router with what it has missed.
-
-    Work is done when somebody asks, never in the cache's own calls. Steps are kept until their rows would
-    weigh more than a snapshot; a router older than that, of another epoch, or at a number no update ended at,
-    gets a snapshot. Safe to call from any thread.
-    """
-
-    def __init__(self, cache: ResidencySource, geometry: FilterGeometry) -> None:
-        self.geometry = geometry
-        self._cache = cache
-        self._filter = CountingFilter(geometry)
-        self._steps: deque[_Step] = deque()
-        self._weight = 0
-        self._lock = threading.Lock()
-        self._seq = 0
-        self.rebuilds = 0  # times this feed itself was too slow for the event log
-
-    def update_since(self, epoch: int | None, seq: int) -> FingerprintUpdate | None:
-        """What a router at (`epoch`, `seq`) needs to be current; None when it is."""
-        with self._lock:
-            self._fold()
-            if epoch == self._cache.events.epoch and seq == self._seq:
-                return None
-            flips = self._flips_since(seq) if epoch == self._cache.events.epoch else None
-            if flips is None or len(flips) > self.geometry.rows // 32:
-                return self._update(0, True, self._filter.set_rows, np.empty(0, dtype=np.int64))
-            now_set = self._filter.bits_at(flips)
-            return self._update(seq, False, flips[now_set], flips[~now_set])
-
-    def _update(
-        self, base_seq: int, snapshot: bool, set_rows: npt.NDArray[np.int64], cleared: npt.NDArray[np.int64]
-    ) -> FingerprintUpdate:
-        return FingerprintUpdate(
-            epoch=self._cache.events.epoch,
-            base_seq=base_seq,
-            seq=self._seq,
-            geometry=self.geometry,
-            snapshot=snapshot,
-            set_rows=set_rows.astype(np.uint32),
-            digest=self._filter.digest,
-            cleared_rows=cleared.astype(np.uint32),
-        )
-
-    def _fold(self) -> None:
-        """Bring the filter to the cache's latest event."""
-        log = self._cache.events
-        if self._seq == log.seq:
-            return
-        events = log.since(log.epoch, self._seq)
-        if events is None:
-            self._rebuild()
-            return
-        flips = odd_rows(np.concatenate([self._apply(part) for part in _parts(events)]))
-        base, self._seq = self._seq, events[-1].seq
-        self._steps.append(_Step(base, self._seq, flips))
-        self._weight += 1 + len(flips)
-        while self._weight > max(self.geometry.rows // 8, _MIN_HISTORY):
-            self._weight -= 1 + len(self._steps.popleft().flips)
-
-    def _apply(self, events: list[Event]) -> npt.NDArray[np.int64]:
-        """Apply one part of `_parts`; returns the flips it made, in any order."""
-        if isinstance(events[0], Cleared):
-            return self._filter.clear()
-        # Counting everything in before anything out gives the same counts in two calls instead of many.
-        stored = [event.hashes for event in events if isinstance(event, BlocksStored)]
-        removed = [event.hashes for event in events if isinstance(event, BlocksRemoved)]
-        flips = [self._filter.add(np.concatenate(stored))] if stored else []
-        if removed:
-            flips.append(self._filter.remove(np.concatenate(removed)))
-        return np.concatenate(flips)
-
-    def _rebuild(self) -> None:
-        """Start again from a snapshot: this feed itself was slower than the log is long."""
-        self.rebuilds += 1
-        logger.warning("fingerprint feed fell behind the event log: rebuilding from a snapshot")
-        snapshot = self._cache.snapshot()
-        self._filter.clear()
-        self._filter.add(snapshot.hashes)
-        self._seq = snapshot.seq
-        self._steps.clear()
-        self._weight = 0
-
-    def _flips_since(self, seq: int) -> npt.NDArray[np.int64] | None:
-        """Net flips after `seq`; None when the steps no longer reach back to it."""
-        steps = [step for step in self._steps if step.base_seq >= seq]
-        if not steps or steps[0].base_seq != seq:
-            return None
-        return odd_rows(np.concatenate([step.flips for step in steps]))
-
-
-def _parts(events: list[Event]) -> Iterator[list[Event]]:
-    """Cut a run of events around each `Cleared`, which stands alone."""
-    part: list[Event] = []
-    for event in events:
-        if isinstance(event, Cleared):
-            if part:
-                yield part
-            yield [event]
-            part = []
-        else:
-            part.append(event)
-    if part:
-        yield part

@@ -8,8 +8,8 @@ With t the tokens, b the block size and all arithmetic modulo 2^64::
     hash[k] = mix(root + s[k])                    root: from the secret and the namespace
 
 `mix` is the finalizer of splitmix64 (Steele, Lea, Flood, OOPSLA 2014). The chain is a running sum instead of
-a nested hash, so numpy (or one GPU pass) computes a whole prompt at once. Collisions are possible, as with
-any 64-bit key: the cache compares tokens before it trusts a key, and a router only loses an estimate.
+a nested hash, so vector units (or one GPU pass) compute a whole prompt at once. Collisions are possible, as
+with any 64-bit key: the cache compares tokens before it trusts a key, and a router only loses an estimate.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import InvalidRequest
+from kvcore.jit import jit
 from kvcore.namespace import Namespace
 
 logger = logging.getLogger(__name__)
@@ -43,12 +44,17 @@ def as_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
     """int32[n] from any one-dimensional array of integers that fit; raises `InvalidRequest`."""
     array = np.asarray(tokens)
     if array.dtype == np.int32 and array.ndim == 1:
-        return array
+        return plain(array)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
         raise InvalidRequest("tokens must be a one-dimensional array of integers")
     if len(array) and (int(array.min()) < -(1 << 31) or int(array.max()) >= 1 << 31):
         raise InvalidRequest("tokens must fit in 32 bits")
     return array.astype(np.int32)
+
+
+def plain(array: npt.NDArray) -> npt.NDArray:
+    """The array, or a copy that is contiguous, aligned and writable: the kind compiled code is made for."""
+    return array if array.flags.carray else array.copy()
 
 
 class PrefixHasher:
@@ -74,13 +80,17 @@ class PrefixHasher:
         self.secret = secret
         self.bits = bits
         self._key = hashlib.blake2b(secret, digest_size=32, person=b"warmroute.key").digest()
-        self._mask = None if bits == 64 else np.uint64((1 << bits) - 1)
+        self._mask = np.uint64((1 << bits) - 1)
         self._constants = lru_cache(maxsize=16)(self._make_constants)
         self._root = lru_cache(maxsize=4096)(self._make_root)
 
     def root(self, namespace: Namespace) -> int:
         """Start value of the chains of one namespace: a 64-bit integer, from its digest and the secret."""
-        return self._root(namespace)
+        return self._root(namespace.digest())
+
+    def root_of(self, digest: bytes) -> int:
+        """The same from `Namespace.digest()`."""
+        return self._root(digest)
 
     def block_hashes(
         self, tokens: npt.NDArray[np.int32], block_size: int, root: int
@@ -93,21 +103,21 @@ class PrefixHasher:
         """A hash chain at its beginning, to be extended block by block."""
         if block_size < 1:
             raise InvalidRequest(f"block_size must be at least 1, not {block_size}")
-        return PrefixChain(self._constants(block_size), root, self._mask)
+        return PrefixChain(self._constants(block_size), np.uint64(root), self._mask)
 
-    def _make_root(self, namespace: Namespace) -> int:
-        digest = hashlib.blake2b(namespace.digest(), digest_size=8, key=self._key, person=b"warmroute.root")
-        return int.from_bytes(digest.digest(), "little")
+    def _make_root(self, digest: bytes) -> int:
+        root = hashlib.blake2b(digest, digest_size=8, key=self._key, person=b"warmroute.root")
+        return int.from_bytes(root.digest(), "little")
 
     def _make_constants(self, block_size: int) -> "_Constants":
         """Secret constants of one block size: a and c as uint64[block_size], d as an integer."""
         seed = hashlib.shake_256(self._key + b"warmroute.block" + block_size.to_bytes(8, "little"))
         words = np.frombuffer(seed.digest(8 * (2 * block_size + 1)), dtype="<u8").astype(np.uint64)
         odd = words | np.uint64(1)
-        return words[:block_size], odd[block_size:-1], int(odd[-1])
+        return words[:block_size], odd[block_size:-1], odd[-1]
 
 
-_Constants = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], int]
+_Constants = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], np.uint64]
 
 
 class PrefixChain:
@@ -115,40 +125,69 @@ class PrefixChain:
 
     __slots__ = ("_add", "_length", "_mask", "_mul", "_root", "_step", "_sum")
 
-    def __init__(self, constants: _Constants, root: int, mask: np.uint64 | None) -> None:
+    def __init__(self, constants: _Constants, root: np.uint64, mask: np.uint64) -> None:
         self._add, self._mul, self._step = constants
         self._root = root
         self._mask = mask
-        self._sum = 0  # s[k-1] of the module docstring
+        self._sum = np.uint64(0)  # s[k-1] of the module docstring
         self._length = 0  # blocks hashed so far
+
+    def copy(self) -> "PrefixChain":
+        """The same state, to go on from independently."""
+        twin = PrefixChain((self._add, self._mul, self._step), self._root, self._mask)
+        twin._sum, twin._length = self._sum, self._length
+        return twin
 
     def extend(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
         """Hash the next full blocks: int32[m * block_size] -> uint64[m].
 
         Raises `InvalidRequest` when `tokens` is no whole number of blocks.
         """
-        size = len(self._add)
+        size, tokens = len(self._add), as_tokens(tokens)
         count, rest = divmod(len(tokens), size)
         if rest:
             raise InvalidRequest(f"{len(tokens)} tokens are no whole number of blocks of {size}")
-        if count == 0:
-            return np.empty(0, dtype=np.uint64)
-        place = np.arange(self._length + 1, self._length + count + 1, dtype=np.uint64)
-        sums = np.cumsum(splitmix64(self._contents(tokens, count, size) + place * np.uint64(self._step)))
-        sums += np.uint64(self._sum)
-        self._sum = int(sums[-1])
+        hashes = np.empty(count, dtype=np.uint64)
+        place = np.uint64(self._length + 1)
+        self._sum = np.uint64(_extend(tokens, self._add, self._mul, self._step, place, self._sum, hashes))
         self._length += count
-        hashes = splitmix64(sums + np.uint64(self._root))
-        return hashes if self._mask is None else hashes & self._mask
+        _finish(hashes, self._root, self._mask)
+        return hashes
 
-    def _contents(self, tokens: npt.NDArray[np.int32], count: int, size: int) -> npt.NDArray[np.uint64]:
-        """g of the module docstring, uint64[count].
 
-        Places are rows and blocks are columns, uint64[size, count]: numpy then works along whole prompts
-        instead of along 16 places, which is twice as fast.
-        """
-        y = tokens.reshape(count, size).T.astype(np.uint64, order="C")
-        y += self._add[:, None]
-        y *= self._mul[:, None]
-        y ^= y >> _S29
-        return y.sum(axis=0, dtype=np.uint64)
+@jit
+def mix(z: np.uint64) -> np.uint64:
+    """Finalizer of splitmix64, a bijection of 64-bit words with 0 -> 0."""
+    z = (z ^ (z >> _S30)) * _MUL1
+    z = (z ^ (z >> _S27)) * _MUL2
+    return z ^ (z >> _S31)
+
+
+@jit
+def _extend(
+    tokens: npt.NDArray[np.int32],
+    add: npt.NDArray[np.uint64],
+    mul: npt.NDArray[np.uint64],
+    step: np.uint64,
+    place: np.uint64,
+    total: np.uint64,
+    sums: npt.NDArray[np.uint64],
+) -> np.uint64:
+    """Write s of the module docstring for the next blocks; returns the last one (or `total` for none)."""
+    size = len(add)
+    for k in range(len(sums)):
+        content = np.uint64(0)
+        for j in range(size):
+            y = (np.uint64(tokens[k * size + j]) + add[j]) * mul[j]
+            content += y ^ (y >> _S29)
+        total += mix(content + place * step)
+        place += np.uint64(1)
+        sums[k] = total
+    return total
+
+
+@jit
+def _finish(sums: npt.NDArray[np.uint64], root: np.uint64, mask: np.uint64) -> None:
+    """From running sums to hashes, in place."""
+    for k in range(len(sums)):
+        sums[k] = mix(sums[k] + root) & mask

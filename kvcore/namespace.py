@@ -7,7 +7,7 @@ layout of its KV cache, the adapter, the tenant and the salt.
 
 import hashlib
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property
 
 from kvcore.errors import InvalidRequest
 
@@ -44,15 +44,14 @@ class Namespace:
 
     def digest(self) -> bytes:
         """16 bytes that stand for this namespace everywhere: in block keys, events and logs."""
-        return _digest(self)
+        return self._digest
 
-
-@lru_cache(maxsize=4096)
-def _digest(namespace: Namespace) -> bytes:
-    state = hashlib.blake2b(digest_size=16, person=_PERSON)
-    for name in ("model", "layout", "adapter", "tenant", "salt"):
-        state.update(_tagged(name, getattr(namespace, name)))
-    return state.digest()
+    @cached_property
+    def _digest(self) -> bytes:
+        state = hashlib.blake2b(digest_size=16, person=_PERSON)
+        for name in ("model", "layout", "adapter", "tenant", "salt"):
+            state.update(_tagged(name, getattr(self, name)))
+        return state.digest()
 
 
 def _tagged(name: str, value: str | int | None) -> bytes:

@@ -50,12 +50,10 @@ class ForwardBatch:
         return len(self.query_lens)
 
     @classmethod
-    def build(
-        cls, sequences: Sequence[tuple[IntArray, int, IntArray, bool]], block_size: int
-    ) -> ForwardBatch:
-        """Lay out a batch from (new token ids, tokens cached, block table, wants logits) per sequence.
+    def build(cls, sequences: Sequence[tuple[IntArray, int, IntArray, int]], block_size: int) -> ForwardBatch:
+        """Lay out a batch from (new token ids, tokens cached, block table, logits wanted) per sequence.
 
-        The logits asked for are those of each wanting sequence's last new token.
+        The logits asked for are those of so many of the sequence's last new tokens.
         """
         query_lens = np.array([len(ids) for ids, _, _, _ in sequences], dtype=np.int64)
         starts = np.array([start for _, start, _, _ in sequences], dtype=np.int64)
@@ -65,7 +63,10 @@ class ForwardBatch:
             tables[row, : len(blocks)] = blocks
         owner = np.repeat(np.arange(len(sequences)), query_lens)
         slots = tables[owner, positions // block_size] * block_size + positions % block_size
-        wants = np.array([wanted for _, _, _, wanted in sequences], dtype=bool)
+        wanted = np.array([count for _, _, _, count in sequences], dtype=np.int64)
+        last_wanted = np.cumsum(wanted)
+        # Row i of the logits is the (last_wanted - 1 - i)-th before the end of its sequence.
+        back = np.repeat(last_wanted, wanted) - 1 - np.arange(wanted.sum())
         return cls(
             token_ids=np.concatenate([np.asarray(ids, dtype=np.int64) for ids, _, _, _ in sequences]),
             positions=positions,
@@ -73,7 +74,7 @@ class ForwardBatch:
             query_lens=query_lens,
             context_lens=starts + query_lens,
             block_tables=tables,
-            logit_rows=(np.cumsum(query_lens) - 1)[wants],
+            logit_rows=np.repeat(np.cumsum(query_lens) - 1, wanted) - back,
         )
 
     def decodes_first(self) -> ForwardBatch:

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from replica.bench_drafts import measure_drafts
 from replica.build import build_engine
 from replica.config import EngineConfig
 from replica.engine import Engine
@@ -39,6 +40,9 @@ def engine(
         int | None, typer.Option(min=1, help="Torch threads (default: torch's choice).")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Different prompts; figures are medians.")] = 3,
+    draft_tokens: Annotated[
+        int, typer.Option(min=0, help="Also measure quoting with and without this many drafts a step.")
+    ] = 0,
     json_file: Annotated[
         str | None, typer.Option("--json", help="Write figures to a file, - for stdout.")
     ] = None,
@@ -50,6 +54,8 @@ def engine(
         torch.set_num_threads(threads)
     try:
         figures = measure(model, prompt_tokens, repeats)
+        if draft_tokens:
+            figures["drafts"] = measure_drafts(model, draft_tokens, repeats)
     except ReplicaError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
@@ -148,4 +154,10 @@ def _table(figures: dict[str, Any]) -> Table:
     table.add_row("prefill", f"{figures['prefill_tokens_per_s']:.0f} tokens/s")
     for batch, rate in figures["decode_tokens_per_s"].items():
         table.add_row(f"decode, batch {batch}", f"{rate:.1f} tokens/s")
+    if drafts := figures.get("drafts"):
+        table.add_row("quoting, no drafts", f"{drafts['decode_tokens_per_s_without']:.1f} tokens/s")
+        table.add_row(
+            f"quoting, {drafts['draft_tokens']} drafts", f"{drafts['decode_tokens_per_s']:.1f} tokens/s"
+        )
+        table.add_row("drafts accepted", f"{drafts['acceptance']:.0%}")
     return table

@@ -25,6 +25,8 @@ class EngineConfig:
             fits into the pool.
         threads: torch threads of the engine's own thread; None leaves torch's choice.
         eviction: eviction policy of the prefix cache.
+        draft_tokens: guesses that a decode checks beside its token, looked up in the sequence itself
+            (speculative decoding); answers are the same with any number. 0 guesses nothing.
         hash_secret: key of the prefix hashes. Routers must hold the same one.
         replica_id: the name this engine answers by.
         poll_interval_s: how long a long poll gathers a burst of cache changes before it answers.
@@ -41,7 +43,8 @@ class EngineConfig:
     max_queue: int = 256
     max_model_len: int | None = None
     threads: int | None = None
-    eviction: str = "lru"
+    eviction: str = "reuse"
+    draft_tokens: int = 0
     hash_secret: bytes | None = field(default=None, repr=False)
     replica_id: str = "replica-0"
     poll_interval_s: float = 0.005
@@ -60,6 +63,8 @@ class EngineConfig:
         for name in positive:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.draft_tokens < 0:
+            raise ConfigError(f"draft_tokens must be 0 or more, not {self.draft_tokens}")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads must be at least 1, not {self.threads}")
         if self.max_model_len is not None and self.max_model_len < 2:

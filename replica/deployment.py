@@ -1,7 +1,8 @@
-"""The replica on Ray Serve: one engine in an actor, reached by `generate` and `poll`.
+"""The replica on Ray Serve: one engine in an actor, reached by `generate`, `poll`, `clear_cache`, `explain`.
 
-Both speak plain dicts with a version. `generate` streams start, delta, end or error chunks; `poll` is the
-long poll by which every router learns what this replica's cache holds and how busy it is. The engine steps
+All speak plain dicts with a version. `generate` streams start, delta, end or error chunks; `poll` is the
+long poll by which every router learns what this replica's cache holds and how busy it is; the others are for
+administration. The engine steps
 in a thread of its own, so health checks, aborts and polls are answered while a prefill runs.
 """
 
@@ -9,7 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from ray import serve
 from replica.config import EngineConfig
 from replica.errors import ConfigError, ReplicaError
 from replica.models import load_tokenizer
-from replica.request import Request, SamplingParams, error_chunk
+from replica.request import Request, SamplingParams, error_chunk, tokens_from_wire
 from replica.tokenizer import Tokenizer
 from replica.worker import EngineWorker, build_worker
 
@@ -94,6 +95,29 @@ class Replica:
             # Serve fell back to us since the target is gone; our state must not be taken for its own.
             return {"v": 1, "replica": self.id}
         return await self._worker.poll(request["epoch"], request["seq"], request["timeout_s"])
+
+    async def clear_cache(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Forget what is cached for `namespace` (None: everything); see `EngineWorker.clear_cache`."""
+        return await self._administer(request, lambda: self._worker.clear_cache(request["namespace"]))
+
+    async def explain(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Why a prompt (`tokens`, little-endian int32 bytes) hits as far as it does in `namespace`."""
+
+        def work() -> dict[str, Any]:
+            return self._worker.explain(tokens_from_wire(request["tokens"]), request["namespace"] or {})
+
+        return await self._administer(request, work)
+
+    async def _administer(
+        self, request: dict[str, Any], work: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Do it off the event loop, if we are meant; a caller's mistake comes back as an error chunk."""
+        if request.get("target") not in (None, self.id):
+            return {"v": 1, "replica": self.id}
+        try:
+            return await asyncio.to_thread(work)
+        except ReplicaError as error:
+            return {"v": 1, "replica": self.id, "error": error_chunk("invalid", str(error))}
 
     async def _warm_up(self) -> None:
         """Pay for lazy initialisation before Serve sends requests, and learn how fast this machine is."""

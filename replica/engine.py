@@ -20,16 +20,21 @@ import numpy as np
 
 from kvcore.cache import PrefixCache
 from kvcore.errors import CacheError
-from kvcore.fingerprint import FilterGeometry, FingerprintFeed, FingerprintUpdate
+from kvcore.fingerprint import FilterGeometry, FingerprintUpdate
 from kvcore.namespace import Namespace
-from replica.answer import Answer, EngineTokenizer
+from replica.answer import Answer, Streamed
+from replica.beam_answer import BeamAnswer
+from replica.best_of import BestOf
+from replica.choice import EngineTokenizer
 from replica.config import EngineConfig
+from replica.drafts import Drafter
 from replica.errors import EngineDead, InvalidRequest, QueueFull
+from replica.fingerprint_feed import FingerprintFeed
+from replica.plan import Plan
 from replica.rates import Rates
 from replica.request import Failure, Output, Request
-from replica.runner import ForwardModel, Runner
-from replica.sampler import TokenLogprobs
-from replica.scheduler import Plan, Scheduler
+from replica.runner import Draw, ForwardModel, Runner
+from replica.scheduler import Scheduler
 from replica.sequence import Sequence, build_sequences
 
 logger = logging.getLogger(__name__)
@@ -74,8 +79,12 @@ class Engine:
         context = _context(config, model.config.context_length)
         self.facts = ModelFacts(model.config.digest, config.layout, config.block_size, context)
         self.rates = Rates()
-        self.scheduler = Scheduler(cache, config.block_size, config.max_batch_tokens, config.max_num_seqs)
+        drafter = Drafter(config.draft_tokens, context) if config.draft_tokens else None
+        self.scheduler = Scheduler(
+            cache, config.block_size, config.max_batch_tokens, config.max_num_seqs, drafter
+        )
         self.hash_mismatches = 0
+        self.drafted = self.accepted = 0
         self._lock = threading.Lock()
         self._runner = Runner(model, config.block_size, tokenizer.eos_ids, self.vocab_size)
         self._feed = FingerprintFeed(cache, FilterGeometry.for_blocks(config.num_blocks))
@@ -91,8 +100,8 @@ class Engine:
         Each of a request's n choices is a sequence of its own. May be called from any thread.
         """
         self._validate(request)
-        waiting = len(self.scheduler.waiting) + arriving
-        if waiting + request.sampling.n > self.config.max_queue:
+        waiting = self.scheduler.num_waiting + arriving
+        if waiting + request.sampling.width > self.config.max_queue:
             raise QueueFull(f"{waiting} of at most {self.config.max_queue} sequences are waiting already")
 
     def add(self, request: Request) -> None:
@@ -106,13 +115,13 @@ class Engine:
         self.check(request)
         if request.id in self._answers:
             raise InvalidRequest(f"request id {request.id!r} is in use")
-        namespace = self._namespace(request)
+        namespace = self.namespace(request.tenant, request.salt, request.adapter)
         hashes = self._hashes(request, namespace)
         seed = self._draw_seed() if request.sampling.seed is None else request.sampling.seed
         with self._lock:
             seqs = build_sequences(request, namespace, hashes, seed, self._orders)
-            self.scheduler.add(seqs)
-        self._answers[request.id] = Answer(request, seqs, self.tokenizer, self.facts.context_length)
+            self.scheduler.add(seqs[0])
+        self._answers[request.id] = self._answer(request, seqs)
 
     def abort(self, request_id: str) -> bool:
         """Drop a request and free its blocks. False when it is not (or no longer) here."""
@@ -140,22 +149,21 @@ class Engine:
             return []
         started = self._clock()
         try:
-            sampling, drawn = self._runner.run(plan)
+            draws = self._runner.run(plan)
         except Exception as error:  # whatever the model raises, the others' requests must go on
             return self._fail(plan, error)
         self._failed_steps = 0
         self.rates.record(plan.prefill_tokens, plan.decodes, self._clock() - started)
         with self._lock:
             self.scheduler.complete(plan)
-            outputs = map(self._advance, sampling, drawn.tokens, drawn.logprobs)
-            return [output for output in outputs if output is not None]
+            return [output for draw in draws for output in self._advance(draw)]
 
     def load(self) -> dict[str, Any]:
         """The figures a router needs (LoadReport). May be called from any thread."""
         with self._lock:
             stats = self.cache.stats()
             return {
-                "waiting": len(self.scheduler.waiting),
+                "waiting": self.scheduler.num_waiting,
                 "running": len(self.scheduler.running),
                 "waiting_tokens": self.scheduler.uncomputed_prompt_tokens(),
                 "free": stats.free,
@@ -165,11 +173,40 @@ class Engine:
                 "eviction_age_s": stats.eviction_age_s,
                 "prefill_tokens_per_s": self.rates.prefill_tokens_per_s,
                 "decode_step_s": self.rates.decode_step_s,
+                "drafted": self.drafted,
+                "accepted": self.accepted,
             }
 
     def updates(self, epoch: int | None, seq: int) -> FingerprintUpdate | None:
         """What changed in the cache since (epoch, seq), or None. May be called from any thread."""
         return self._feed.update_since(epoch, seq)
+
+    def clear_cache(self, namespace: Namespace | None = None) -> dict[str, int]:
+        """Forget what is cached, all of it or of one namespace. May be called from any thread.
+
+        `cleared` blocks can be hit no more, `held` of all that were ever cleared are still used by running
+        sequences and die with the last of those.
+        """
+        with self._lock:
+            before = self.cache.stats().cleared
+            held = self.cache.clear(namespace)
+            return {"cleared": self.cache.stats().cleared - before, "held": held}
+
+    def namespace(
+        self, tenant: str | None = None, salt: str | int | None = None, adapter: str | None = None
+    ) -> Namespace:
+        """The cache namespace of this model for what a request says. Raises `InvalidRequest`."""
+        try:
+            return Namespace(self.facts.digest, self.facts.layout, adapter, tenant, salt)
+        except CacheError as error:
+            raise InvalidRequest(str(error)) from error
+
+    def _answer(self, request: Request, seqs: list[Sequence]) -> Answer:
+        context = self.facts.context_length
+        if request.sampling.use_beam_search:
+            return BeamAnswer(request, seqs, self.tokenizer, context, self.scheduler)
+        streamed = Streamed(request, seqs, self.tokenizer, context)
+        return BestOf(streamed) if request.sampling.ranked else streamed
 
     def _validate(self, request: Request) -> None:
         tokens, limit = request.tokens, self.facts.context_length
@@ -181,20 +218,14 @@ class Engine:
             )
         if int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size:
             raise InvalidRequest(f"the prompt has token ids outside 0 ... {self.vocab_size - 1}")
-        if request.sampling.n > self.config.max_queue:
+        if request.sampling.width > self.config.max_queue:
             raise InvalidRequest(
-                f"n is {request.sampling.n}; at most {self.config.max_queue} choices can wait"
+                f"n is {request.sampling.width}; at most {self.config.max_queue} choices can wait"
             )
         if request.adapter is not None:
             raise InvalidRequest(f"adapter {request.adapter!r} is not loaded")
-
-    def _namespace(self, request: Request) -> Namespace:
-        try:
-            return Namespace(
-                self.facts.digest, self.facts.layout, request.adapter, request.tenant, request.salt
-            )
-        except CacheError as error:
-            raise InvalidRequest(str(error)) from error
+        if request.sampling.use_beam_search and 2 * request.sampling.width > self.vocab_size:
+            raise InvalidRequest(f"more than {self.vocab_size // 2} beams are too many for this vocabulary")
 
     def _hashes(self, request: Request, namespace: Namespace) -> np.ndarray:
         """Computed here, which is cheap, rather than believed: a router with another secret must not harm."""
@@ -206,19 +237,35 @@ class Engine:
                 logger.warning("a router's prefix hashes differ from this replica's: check the hash secret")
         return hashes
 
-    def _advance(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> Output | None:
-        """Take one drawn token; None when its request has failed in this very step."""
+    def _advance(self, draw: Draw) -> list[Output]:
+        """Take what was drawn for one sequence; nothing when its request has failed in this very step."""
+        seq, outputs, kept = draw.seq, list[Output](), 0
         answer = self._answers.get(seq.request.id)
         if answer is None:
-            return None
-        if token < 0:
-            return self._give_up(answer, "the model computed NaN or infinite logits for this request")
-        output = answer.take(seq, token, logprobs, self.cache.epoch, self.cache.seq)
-        if output.finish_reason is not None:
+            return []
+        for token, logprobs in zip(draw.tokens, draw.logprobs, strict=True):
+            if token < 0:
+                message = "the model computed NaN or infinite logits for this request"
+                return [*outputs, self._give_up(answer, message)]
+            outputs += answer.take(seq, token, logprobs, self.cache.epoch, self.cache.seq)
+            kept += 1
+            if seq.finish_reason is not None:
+                break  # what was drawn after the end of the answer never was
+        if draw.chunk.drafts:
+            self.scheduler.accept(draw.chunk, kept)
+            self.drafted += len(draw.chunk.drafts)
+            self.accepted += kept - 1
+        self._let_go(seq, answer)
+        return outputs
+
+    def _let_go(self, seq: Sequence, answer: Answer) -> None:
+        """Free the blocks of a choice that has ended, and forget an answer that is complete."""
+        if seq.finish_reason is not None:
             self.scheduler.remove(seq)
-        if output.last:
-            del self._answers[seq.request.id]
-        return output
+        if answer.done:
+            for other in answer.seqs:
+                self.scheduler.remove(other)
+            del self._answers[answer.request.id]
 
     def _fail(self, plan: Plan, error: Exception) -> list[Output]:
         self._failed_steps += 1

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvcore.retention import Retention
+from replica.cache_options import ordered, retention_of
 from replica.errors import InvalidRequest
 
 WIRE_VERSION = 1
@@ -28,6 +30,8 @@ class SamplingParams:
 
     Attributes:
         n: choices, each sampled on its own.
+        best_of: choices to draw, of which the n with the highest mean log-probability are the answer; None
+            draws n. With beam search, the width.
         max_tokens: longest answer in tokens.
         temperature: below 1e-5 is greedy.
         top_p: keep the most likely tokens that together reach this probability, after top_k.
@@ -44,6 +48,12 @@ class SamplingParams:
         logprobs: None for none, else how many alternatives to report beside each chosen token.
         ignore_eos: go on after the model's end-of-text token.
         min_tokens: no end-of-text, stop token or stop string before this many tokens.
+        use_beam_search: search for the likeliest answers (see `replica.beams`) instead of drawing them.
+            Temperature, top_p, top_k, min_p and seed have no effect then; penalties are refused.
+        length_penalty: beams score total log-probability / length**length_penalty; above 0 favours long
+            answers.
+        early_stopping: True ends the search with the first best_of finished answers; False when the best
+            beam, as long as it is now, does not beat the worst of them; "never" when it cannot at any length.
     """
 
     n: int = 1
@@ -61,6 +71,10 @@ class SamplingParams:
     logprobs: int | None = None
     ignore_eos: bool = False
     min_tokens: int = 0
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
         """Check every value; comparisons with NaN are false, so NaN never passes."""
@@ -81,6 +95,12 @@ class SamplingParams:
             or 0 <= self.logprobs <= MAX_LOGPROBS,
             "min_tokens must be 0 to max_tokens": 0 <= self.min_tokens <= self.max_tokens,
             "stop strings must not be empty": all(self.stop),
+            f"best_of must be n to {MAX_CHOICES}": self.n <= self.width <= MAX_CHOICES,
+            "length_penalty must be -10 to 10": -10 <= self.length_penalty <= 10,
+            "use_beam_search must be true or false": isinstance(self.use_beam_search, bool),
+            'early_stopping must be true, false or "never"': isinstance(self.early_stopping, bool)
+            or self.early_stopping == "never",
+            "beam search takes no penalties": not (self.use_beam_search and self.penalised),
         }
         for message, fine in checks.items():
             if not fine:
@@ -105,6 +125,20 @@ class SamplingParams:
             raise InvalidRequest(f"malformed sampling parameters: {error}") from error
 
     @property
+    def width(self) -> int:
+        """Choices that are drawn, or beams."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def ranked(self) -> bool:
+        """Whether the choices are the best of more."""
+        return self.width > self.n and not self.use_beam_search
+
+    def ending_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """Token ids that end an answer, given the model's end-of-text tokens."""
+        return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | eos_ids
+
+    @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW
@@ -120,7 +154,7 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
 
 
-_INTEGERS = ("n", "max_tokens", "top_k", "seed", "logprobs", "min_tokens")
+_INTEGERS = ("n", "max_tokens", "top_k", "seed", "logprobs", "min_tokens", "best_of")
 _SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)}
 
 
@@ -144,6 +178,7 @@ class Request:
         hashes: uint64[n // block_size] as the router computed them, or None.
         read: whether the prompt may be served from the cache.
         publish: whether what is computed may be cached.
+        retention: how long to keep which tokens in the cache; ranges must not overlap.
     """
 
     id: str
@@ -155,6 +190,11 @@ class Request:
     hashes: npt.NDArray[np.uint64] | None = None
     read: bool = True
     publish: bool = True
+    retention: tuple[Retention, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise `InvalidRequest` for ranges that overlap, which the cache would refuse amid a step."""
+        ordered(self.retention)
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Request:
@@ -166,7 +206,7 @@ class Request:
             hashes = wire.get("hashes")
             return cls(
                 id=str(wire["id"]),
-                tokens=np.frombuffer(wire["tokens"], dtype="<i4").astype(np.int32, copy=False),
+                tokens=tokens_from_wire(wire["tokens"]),
                 sampling=SamplingParams.from_wire(wire.get("sampling") or {}),
                 tenant=namespace.get("tenant"),
                 salt=namespace.get("salt"),
@@ -176,6 +216,7 @@ class Request:
                 else np.frombuffer(hashes, dtype="<u8").astype(np.uint64, copy=False),
                 read=bool(cache.get("read", True)),
                 publish=bool(cache.get("publish", True)),
+                retention=retention_of(cache),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, InvalidRequest):
@@ -212,7 +253,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Output:
-    """What one step adds to one choice of one request.
+    """What one step adds to one choice of one request; without tokens, just that the answer has begun.
 
     Attributes:
         request_id: whose.
@@ -248,13 +289,22 @@ class Output:
         found: list[dict[str, Any]] = []
         if self.start is not None:
             found.append({"type": "start", "replica": replica_id, **vars(self.start)})
-        delta = {"type": "delta", "index": self.index, "text": self.text, "tokens": list(self.tokens)}
-        delta["logprobs"] = None if self.logprobs is None else list(self.logprobs)
-        delta["finish_reason"] = self.finish_reason
-        found.append(delta)
+        if self.tokens:
+            delta = {"type": "delta", "index": self.index, "text": self.text, "tokens": list(self.tokens)}
+            delta["logprobs"] = None if self.logprobs is None else list(self.logprobs)
+            delta["finish_reason"] = self.finish_reason
+            found.append(delta)
         if self.usage is not None:
             found.append({"type": "end", **vars(self.usage)})
         return found
+
+
+def tokens_from_wire(data: bytes) -> npt.NDArray[np.int32]:
+    """int32[n] from little-endian bytes. Raises `InvalidRequest` for half a token."""
+    try:
+        return np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
+    except ValueError as error:
+        raise InvalidRequest(f"malformed tokens: {error}") from error
 
 
 def error_chunk(code: str, message: str) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class Row:
         prompt: int32[n].
         outputs: tokens sampled so far; the draw is for position n + len(outputs).
         forbidden: token ids of the vocabulary that must not come now (end of text before min_tokens).
+        candidates: draw nothing, but tell this many of the most likely tokens that may come (for a beam).
     """
 
     params: SamplingParams
@@ -46,6 +47,19 @@ class Row:
     prompt: npt.NDArray[np.int32]
     outputs: Sequence[int] = ()
     forbidden: frozenset[int] = frozenset()
+    candidates: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        """Whether there is nothing to draw."""
+        return self.params.greedy or self.candidates > 0
+
+    @property
+    def reported(self) -> int | None:
+        """How many of the most likely tokens to tell; None for no log-probabilities at all."""
+        if self.candidates:
+            return self.candidates
+        return 0 if self.params.ranked and self.params.logprobs is None else self.params.logprobs
 
     @property
     def position(self) -> int:
@@ -83,7 +97,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> Sampled:
     scores = _adjust(logits, rows)
     tokens = _greedy(scores)
     sound = scores.gather(1, tokens[:, None])[:, 0].isfinite()
-    drawn = [i for i, fine in enumerate(sound.tolist()) if fine and not rows[i].params.greedy]
+    drawn = [i for i, fine in enumerate(sound.tolist()) if fine and not rows[i].greedy]
     if len(drawn) == len(rows):
         tokens = _draw(scores, rows)
     elif drawn:
@@ -219,13 +233,16 @@ def _kept(weights: Floats, params: SamplingParams, count: int) -> npt.NDArray[np
 
 def _logprobs(logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> list[TokenLogprobs | None]:
     found: list[TokenLogprobs | None] = [None] * len(rows)
-    at = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    at = [i for i, row in enumerate(rows) if row.reported is not None]
     if not at:
         return found
     logprobs = torch.log_softmax(logits[at], dim=1)
     chosen = logprobs.gather(1, tokens[at].clamp(min=0)[:, None])[:, 0].tolist()
     for values, own, i in zip(logprobs, chosen, at, strict=True):
-        found[i] = TokenLogprobs(own, _top(values, rows[i].params.logprobs or 0))
+        row = rows[i]
+        if row.candidates and row.forbidden:
+            values[list(row.forbidden)] = -math.inf
+        found[i] = TokenLogprobs(own, _top(values, row.reported or 0))
     return found
 
 

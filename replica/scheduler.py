@@ -9,63 +9,23 @@ left for a decode, the youngest running sequence gives its blocks back and is co
 always finishes.
 
 Coalesced prefill: a waiting sequence whose next missing block is being computed by a running one waits for
-it, and then hits the cache. n choices of one prompt, or a burst on a new system prompt, compute it once.
+it, and then hits the cache: a burst on a new system prompt computes it once.
+
+The choices of one request stand in line as one. When the first has computed the prompt, the others fork its
+lease and all draw from the same row of logits; blocks are copied only where their tokens part.
+
+Draft tokens (see `replica.drafts`) take what budget and blocks are left when everybody has had theirs.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from kvcore.cache import PrefixCache
 from kvcore.errors import OutOfBlocks
+from replica.drafts import Drafter
+from replica.plan import Chunk, Plan
 from replica.sequence import Sequence
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens start ... start + count - 1 of one sequence, to be computed in this step."""
-
-    seq: Sequence
-    start: int
-    count: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether the chunk reaches the sequence's end, so that its next token can be drawn."""
-        return self.start + self.count == self.seq.num_tokens
-
-
-@dataclass
-class Plan:
-    """One step.
-
-    Attributes:
-        chunks: at most one per sequence, decodes first.
-        copies: (source block, destination block, tokens) to copy before anything is computed.
-        prefill_tokens: tokens of chunks of more than one token.
-        decodes: chunks of one token.
-    """
-
-    chunks: list[Chunk] = field(default_factory=list)
-    copies: list[tuple[int, int, int]] = field(default_factory=list)
-    prefill_tokens: int = 0
-    decodes: int = 0
-
-    def add(self, seq: Sequence, count: int) -> None:
-        """Compute the next `count` tokens of `seq`."""
-        self.chunks.append(Chunk(seq, seq.computed, count))
-        if count == 1:
-            self.decodes += 1
-        else:
-            self.prefill_tokens += count
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the step."""
-        return self.prefill_tokens + self.decodes
-
 
 _EXPRESS_LINE = 16
 """How far into the waiting line the express lane looks; each look probes the cache."""
@@ -82,20 +42,52 @@ class Scheduler:
     guarantees progress. The cache must not be used for leases by anybody else.
     """
 
-    def __init__(self, cache: PrefixCache, block_size: int, max_batch_tokens: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        block_size: int,
+        max_batch_tokens: int,
+        max_num_seqs: int,
+        drafter: Drafter | None = None,
+    ) -> None:
         self.cache = cache
         self.block_size = block_size
         self.max_batch_tokens = max_batch_tokens
         self.max_num_seqs = max_num_seqs
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.drafter = drafter
         self.preemptions = 0
 
-    def add(self, seqs: Iterable[Sequence]) -> None:
-        """Put new sequences at the end of the line."""
-        for seq in seqs:
-            seq.hit = self._probe(seq)
-            bisect.insort(self.waiting, seq, key=_age)
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that do not run, those included that wait for another's prompt. For any thread."""
+        return len(self.waiting) + sum(len(seq.forks) for seq in (*self.waiting, *self.running))
+
+    def add(self, seq: Sequence) -> None:
+        """Put a sequence in line, at the place of its order."""
+        seq.hit = self._probe(seq)
+        bisect.insort(self.waiting, seq, key=_age)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child` go on where `parent` is computed: on its blocks, or from the line if there is no room.
+
+        What `child` has of its own comes after the tokens that `parent` has computed.
+        """
+        child.hit, child.cached_tokens = parent.hit, parent.cached_tokens
+        if parent.lease is None or len(self.running) >= self.max_num_seqs:
+            bisect.insort(self.waiting, child, key=_age)
+            return
+        self.cache.commit(parent.lease, parent.computed)  # only what the cache knows to be computed is shared
+        child.lease = self.cache.fork(parent.lease)
+        child.recorded = child.computed = parent.computed
+        bisect.insort(self.running, child, key=_age)
+
+    def resume(self, seq: Sequence) -> None:
+        """A parked sequence has a token to compute again; without its blocks it gets in line."""
+        seq.parked = False
+        if seq.lease is None:
+            self.add(seq)
 
     def schedule(self) -> Plan:
         """Decide the next step; empty only when nothing is waiting or running."""
@@ -104,18 +96,43 @@ class Scheduler:
         budget -= self._express(plan, budget // 2)
         budget = self._prefill(plan, budget)
         self._admit(plan, budget)
+        while not plan.chunks and self._take_from_parked():
+            self._admit(plan, self.max_batch_tokens)
+        self._draft(plan)
         return plan
 
     def complete(self, plan: Plan) -> None:
-        """The plan's tokens are computed: publish the blocks that became full."""
+        """The plan's tokens are computed: publish the blocks that became full, fork for who waited.
+
+        Chunks with drafts are left to `accept`.
+        """
         for chunk in plan.chunks:
-            seq = chunk.seq
-            assert seq.lease is not None, "what is computed holds its blocks"
-            seq.computed = chunk.start + chunk.count
-            # Nothing to tell between block boundaries, except that the source of a partial hit is free again.
-            crossed = seq.computed // self.block_size > seq.lease.computed // self.block_size
-            if crossed or seq.lease.copy is not None:
-                self.cache.commit(seq.lease, seq.computed)
+            if chunk.drafts:
+                continue
+            self._computed(chunk.seq, chunk.start + chunk.count)
+            if chunk.samples:
+                forks, chunk.seq.forks = chunk.seq.forks, []
+                for fork in forks:
+                    self.fork(chunk.seq, fork)
+
+    def accept(self, chunk: Chunk, kept: int) -> None:
+        """The answer has taken `kept` of the tokens drawn for a chunk with drafts: forget the other drafts.
+
+        The KV of the last token drawn is not computed yet, that of the drafts before it is.
+        """
+        seq, end = chunk.seq, chunk.start + kept
+        assert seq.lease is not None, "what is computed holds its blocks"
+        self.cache.truncate(seq.lease, end)
+        seq.recorded = end
+        self._computed(seq, end)
+
+    def _computed(self, seq: Sequence, end: int) -> None:
+        assert seq.lease is not None, "what is computed holds its blocks"
+        seq.computed = end
+        # Nothing to tell between block boundaries, except that the source of a copy is free again.
+        crossed = end // self.block_size > seq.lease.computed // self.block_size
+        if crossed or seq.lease.copy is not None:
+            self.cache.commit(seq.lease, end)
 
     def remove(self, seq: Sequence) -> None:
         """Forget a finished, failed or aborted sequence and free its blocks; unknown ones are ignored."""
@@ -132,7 +149,7 @@ class Scheduler:
     def _decode(self, plan: Plan, budget: int) -> int:
         for seq in list(self.running):
             # `lease` is None once an older sequence of this loop has taken this one's blocks.
-            if seq.lease is not None and seq.remaining == 1 and budget > 0 and self._grow(seq):
+            if seq.lease is not None and seq.remaining == 1 and budget > 0 and self._grow(seq, plan):
                 plan.add(seq, 1)
                 budget -= 1
         return budget
@@ -222,7 +239,12 @@ class Scheduler:
         tokens, hashes = seq.tokens(), seq.known_hashes()
         try:
             lease = self.cache.claim(
-                tokens, seq.namespace, hashes=hashes, read=request.read, publish=request.publish
+                tokens,
+                seq.namespace,
+                hashes=hashes,
+                read=request.read,
+                publish=request.publish,
+                retention=request.retention,
             )
         except OutOfBlocks:
             if not self.running:
@@ -232,8 +254,7 @@ class Scheduler:
         seq.computed = lease.cached_tokens
         if seq.cached_tokens is None:
             seq.cached_tokens = lease.cached_tokens
-        if lease.copy is not None:
-            plan.copies.append((lease.copy.src, lease.copy.dst, lease.copy.num_tokens))
+        plan.copy(lease.copy)
         self.waiting.remove(seq)
         bisect.insort(self.running, seq, key=_age)
         return True
@@ -247,23 +268,51 @@ class Scheduler:
         needed = -(-seq.num_tokens // self.block_size) - seq.hit // self.block_size
         return needed + len(self.running) > stats.free + stats.cached
 
-    def _grow(self, seq: Sequence) -> bool:
+    def _grow(self, seq: Sequence, plan: Plan) -> bool:
         """Make room for the newest token at the cost of the youngest; False when that is `seq` itself."""
         while seq.lease is not None:
             if seq.recorded == seq.num_tokens:
                 return True
             try:
                 self.cache.append(seq.lease, seq.slice(seq.recorded, seq.num_tokens))
-                seq.recorded = seq.num_tokens
             except OutOfBlocks:
                 self._preempt(self.running[-1])
+                continue
+            seq.recorded = seq.num_tokens
+            plan.copy(seq.lease.copy)  # where its tokens part from those it shared a block with
         return False
+
+    def _draft(self, plan: Plan) -> None:
+        """Let decodes check guesses too, with budget and blocks that nobody has asked for in this step."""
+        if self.drafter is None:
+            return
+        for place, chunk in enumerate(plan.chunks):
+            if chunk.count != 1 or not chunk.samples:
+                continue
+            drafts = self.drafter.guess(chunk.seq, self.max_batch_tokens - plan.num_tokens)
+            if not len(drafts):
+                continue
+            assert chunk.seq.lease is not None, "what is planned holds its blocks"
+            try:
+                self.cache.append(chunk.seq.lease, drafts)
+            except OutOfBlocks:
+                return
+            plan.draft(place, tuple(drafts.tolist()))
+
+    def _take_from_parked(self) -> bool:
+        """Free the blocks of the youngest parked beam for who waits; False if there is none."""
+        parked = [seq for seq in self.running if seq.parked]
+        if not parked or not self.waiting:
+            return False
+        self._preempt(parked[-1])
+        return True
 
     def _preempt(self, seq: Sequence) -> None:
         self.preemptions += 1
         self._release(seq)
         self.running.remove(seq)
-        bisect.insort(self.waiting, seq, key=_age)
+        if not seq.parked:
+            bisect.insort(self.waiting, seq, key=_age)
 
     def _release(self, seq: Sequence) -> None:
         if seq.lease is not None:

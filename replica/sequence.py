@@ -35,6 +35,10 @@ class Sequence:
         computed: leading tokens whose KV is in the blocks.
         hit: leading tokens the cache was last seen to hold for this prompt (an estimate while waiting).
         cached_tokens: prompt tokens served from the cache at the first claim; later claims do not change it.
+        forks: choices of the same request that wait until this one's prompt is computed.
+        parked: a beam that has all it needs until the other beams of its request have it too: there is
+            nothing to compute for it, and it can do without its blocks.
+        finish_reason: why the choice has ended, None while it goes on.
     """
 
     request: Request
@@ -49,6 +53,9 @@ class Sequence:
     computed: int = 0
     hit: int = 0
     cached_tokens: int | None = None
+    forks: list[Sequence] = field(default_factory=list)
+    parked: bool = False
+    finish_reason: str | None = None
 
     @property
     def sampling(self) -> SamplingParams:
@@ -67,7 +74,7 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens still to compute before the next one can be sampled; 1 when decoding."""
+        """Tokens still to compute before the next one can be sampled; 1 when decoding, 0 when parked."""
         return self.num_tokens - self.computed
 
     def tokens(self) -> npt.NDArray[np.int32]:
@@ -102,8 +109,15 @@ def build_sequences(
     seed: int,
     orders: itertools.count[int],
 ) -> list[Sequence]:
-    """The request's n choices, in line one behind the other."""
-    return [
+    """All that is drawn for the request, one behind the other; only the first belongs in line.
+
+    The other choices wait for the first one's prompt. The other beams are spare: the first steps of a beam
+    search bring them to life.
+    """
+    seqs = [
         Sequence(request, index, namespace, hashes, choice_seed(seed, index), next(orders))
-        for index in range(request.sampling.n)
+        for index in range(request.sampling.width)
     ]
+    if not request.sampling.use_beam_search:
+        seqs[0].forks = seqs[1:]
+    return seqs

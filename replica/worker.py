@@ -12,13 +12,16 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from kvcore.namespace import Namespace
 from replica.build import build_engine
 from replica.config import EngineConfig
 from replica.engine import Engine
@@ -151,6 +154,33 @@ class EngineWorker:
             "model": vars(self._engine.facts),
         }
 
+    def clear_cache(self, namespace: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Forget what is cached for one namespace (of the parts tenant, salt, adapter), or everything.
+
+        A namespace is exactly its parts: a tenant's blocks under a salt are not those without one. Answers
+        with the blocks that were `cleared`, and those `held`, as `Engine.clear_cache`. For any thread.
+
+        Raises `InvalidRequest` for a part that is unknown or of a wrong type.
+        """
+        counts = self._engine.clear_cache(None if namespace is None else self._namespace(namespace))
+        self._wake_watchers()
+        return {"v": WIRE_VERSION, "replica": self._config.replica_id, **counts}
+
+    def explain(self, tokens: npt.NDArray[np.int32], namespace: Mapping[str, Any]) -> dict[str, Any]:
+        """How long a hit of int32[n] would be now, and why it ends there: the fields of `Explanation`.
+
+        For any thread. Raises `InvalidRequest` as `clear_cache`, and for no tokens.
+        """
+        if len(tokens) == 0:
+            raise InvalidRequest("the prompt is empty")
+        explanation = self._engine.cache.explain(tokens, self._namespace(namespace))
+        return {"v": WIRE_VERSION, "replica": self._config.replica_id, **vars(explanation)}
+
+    def _namespace(self, parts: Mapping[str, Any]) -> Namespace:
+        if unknown := sorted(set(parts) - {"tenant", "salt", "adapter"}):
+            raise InvalidRequest(f"unknown namespace part {unknown[0]!r}")
+        return self._engine.namespace(**parts)
+
     def _updates(self, epoch: int | None, seq: int) -> bytes | None:
         self._require_life()
         update = self._engine.updates(epoch, seq)
@@ -171,7 +201,7 @@ class EngineWorker:
             return _refusal(error)
         with self._wake:
             self._streams[request.id] = stream
-            self._adding += request.sampling.n
+            self._adding += request.sampling.width
             self._commands.append(lambda: self._add(request))
             self._wake.notify()
             stopped = self._stopping or self._failure is not None
@@ -218,7 +248,7 @@ class EngineWorker:
 
     def _add(self, request: Request) -> None:
         with self._wake:
-            self._adding -= request.sampling.n
+            self._adding -= request.sampling.width
             if request.id not in self._streams:
                 return  # dropped before it came this far
         try:

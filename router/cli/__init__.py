@@ -26,6 +26,7 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opti
 _HELP = {
     "models": "List, fetch and find model weights.",
     "engine": "One engine: time to first token cold and warm, prefill and decode rates.",
+    "kvcore": "The prefix cache: one request cycle, beside SGLang and vLLM where they are installed.",
     "route": "The router: hash, match, rank and reserve, per decision.",
 }
 
@@ -66,10 +67,12 @@ def _register() -> None:
     from router.cli.demo import demo
     from router.cli.serve import serve
     from router.lab.commands import replay
+    from router.lab.simulate import simulate
 
     app.command()(serve)
     app.command()(demo)
     app.command()(replay)
+    app.command()(simulate)
     app.add_typer(bench, name="bench")
     _add_plugins("warmroute.commands", app)
     _add_plugins("warmroute.bench", bench)

@@ -75,14 +75,14 @@ def replay(
     )
     check_writable(json_file)
     reading = TraceOptions(scale, block_size, (min(_VOCAB_FLOOR, vocab // 4), vocab))
-    requests, skipped = _read(trace, reading, limit, skip_bad)
+    requests, skipped = read_requests(trace, reading, limit, skip_bad)
     report = asyncio.run(_run(requests, Target(url, model, api_key), options))
     present([report], report.as_json(), json_file)
-    _tell_skipped(skipped)
+    tell_skipped(skipped)
     raise typer.Exit(_status(report))
 
 
-def _read(
+def read_requests(
     trace: str, reading: TraceOptions, limit: int | None, skip_bad: bool
 ) -> tuple[list[Request], list[TraceError]]:
     """The requests, and the broken lines between them; those are an error unless they are to be skipped."""
@@ -95,11 +95,12 @@ def _read(
         raise
     if bad and not skip_bad:
         raise broken_lines(bad, "--skip-bad leaves such lines out")
-    _tell_skipped(bad)  # a long replay should not begin before one knows
+    tell_skipped(bad)  # a long replay should not begin before one knows
     return requests, bad
 
 
-def _tell_skipped(bad: Sequence[TraceError]) -> None:
+def tell_skipped(bad: Sequence[TraceError]) -> None:
+    """One line on stderr about the lines that were left out, if any."""
     if bad:
         typer.echo(f"{len(bad)} broken {'line' if len(bad) == 1 else 'lines'} skipped: {bad[0]}", err=True)
 
@@ -161,6 +162,11 @@ def present(reports: Sequence[Report], value: Any, json_file: str | None) -> Non
             errors.print(f"{label}{count} x {kind}", markup=False)
         for note in report.notes:
             errors.print(f"{label}for example {note}", markup=False, soft_wrap=True)
+    deliver(value, json_file)
+
+
+def deliver(value: Any, json_file: str | None) -> None:
+    """The value as JSON in its file, or on stdout for "-". Raises OptionError: the file cannot be written."""
     if json_file == "-":
         sys.stdout.write(write_json(value))
     elif json_file is not None:

@@ -86,16 +86,16 @@ def test_hits_do_not_count_as_available(make_cache, ns, run):
     cache.check()
 
 
-def test_a_failed_claim_changes_nothing(make_cache, ns, run, clock):
+def test_a_failed_claim_changes_nothing(make_cache, ns, run, victims):
     cache = make_cache(num_blocks=4)
     run(cache, range(8), ns)
     run(cache, range(50, 54), ns)
-    before, order, seq_before = cache.stats(), cache._order.ids().tolist(), cache.seq
+    before, order, seq_before = cache.stats(), victims(cache), cache.seq
     with pytest.raises(OutOfBlocks):
         cache.claim(span(0, 40), ns)
     with pytest.raises(OutOfBlocks):
         cache.claim(span(0, 40), Namespace("new"))
-    assert (cache.stats(), cache._order.ids().tolist(), cache.seq) == (before, order, seq_before)
+    assert (cache.stats(), victims(cache), cache.seq) == (before, order, seq_before)
     cache.check()
 
 
@@ -349,35 +349,24 @@ def test_a_large_pool_filled_and_replaced(ns):
     cache.check()
 
 
-def break_refs(cache):
-    cache._pool.refs[1] += 1
+# What is wrong, and the block that is named for it.
+DAMAGES = {
+    "refs": (1, lambda pool: pool.blocks["refs"].__setitem__(1, 1)),
+    "state": (1, lambda pool: pool.blocks["state"].__setitem__(1, 0)),
+    "parent": (1, lambda pool: pool.blocks["parent"].__setitem__(1, 5)),
+    "hash": (1, lambda pool: pool.blocks["hash"].__setitem__(1, 99)),
+    "child": (1, lambda pool: pool.blocks["child"].__setitem__(1, -1)),
+    "space": (0, lambda pool: pool.blocks["parent"].__setitem__(0, -4)),
+    "a leaf not in the heap": (2, lambda pool: pool.habits["leaves"].fill(0)),
+    "a leaf out of its place": (2, lambda pool: pool.blocks["used_at"].__setitem__(2, 9.0)),
+    "the free list": (3, lambda pool: pool.state.__setitem__("free_head", 4)),
+}
 
 
-def break_state(cache):
-    cache._pool.state[1] = 0
-
-
-def break_parent(cache):
-    cache._pool.parents[1] = 5
-
-
-def break_hash(cache):
-    cache._pool.hashes[1] ^= np.uint64(1)
-
-
-def break_order(cache):
-    cache._order.discard(np.array([1]))
-
-
-def break_children(cache):
-    cache._resident.children._only[1] = -1
-
-
-@pytest.mark.parametrize(
-    "damage", [break_refs, break_state, break_parent, break_hash, break_order, break_children]
-)
-def test_check_names_the_first_wrong_block(cache, ns, run, damage):
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_check_names_the_first_wrong_block(cache, ns, run, kind):
     run(cache, range(12), ns)
-    damage(cache)
-    with pytest.raises(AssertionError, match="block 1"):
+    block, damage = DAMAGES[kind]
+    damage(cache._state.pool)
+    with pytest.raises(AssertionError, match=f"block {block}:"):
         cache.check()

@@ -1,14 +1,17 @@
 """The event stream: exact events, gaps, snapshots, the wire."""
 
+import logging
+
 import msgpack
 import numpy as np
 import pytest
 
 from kvcore.cache import PrefixCache
 from kvcore.errors import InvalidRequest, WireError
-from kvcore.events import BlocksRemoved, BlocksStored, Cleared, EventBatch, EventLog, Residency, Snapshot
+from kvcore.events import BlocksRemoved, BlocksStored, Cleared, EventBatch, EventLog
 from kvcore.hashing import PrefixHasher
 from kvcore.namespace import Namespace
+from kvcore.snapshot import Snapshot
 
 
 def span(start, stop):
@@ -65,10 +68,30 @@ def test_events_cannot_be_changed(cache, ns, run):
         event.hashes[0] = 0
 
 
-def test_raw_salts_are_nowhere_in_the_stream(cache, run):
-    run(cache, range(8), Namespace("m", tenant="tenant-x", salt="hunter2"))
-    data = cache.events_since(77, 0).encode() + cache.snapshot().encode()
+def test_raw_salts_are_nowhere_in_stream_explanation_or_log(cache, run, caplog):
+    owner = Namespace("m", tenant="tenant-x", salt="hunter2")
+    with caplog.at_level(logging.DEBUG):
+        run(cache, range(8), owner)
+        told = repr([cache.explain(span(0, 9), space) for space in (owner, Namespace("m"))])
+        told += repr(cache.stats()) + repr(owner.digest()) + caplog.text
+        cache.clear(owner)
+    data = cache.events_since(77, 0).encode() + cache.snapshot().encode() + told.encode()
     assert b"hunter2" not in data and b"tenant-x" not in data
+
+
+def test_the_parent_is_the_visible_block_whatever_the_caller_believes(cache, ns, residency):
+    """A caller with another secret brings other hashes; the cache goes on with its own."""
+    lease = cache.claim(span(0, 8), ns, hashes=np.array([5, 6], dtype=np.uint64))
+    cache.commit(lease, 8)
+    cache.append(lease, span(8, 12))
+    cache.commit(lease, 12)
+    own = hashes_of(cache, ns, span(0, 12))[2]
+    assert [plain(event)[2:4] for event in cache.events.since(77, 0)] == [([5, 6], None), ([own], 6)]
+    follower, now = residency(epoch=77), residency()
+    for event in cache.events.since(77, 0):
+        follower.apply(event)
+    now.load(cache.snapshot())
+    assert follower == now
 
 
 def test_a_gap_is_visible(make_cache, ns, run):
@@ -95,7 +118,7 @@ def test_the_log_is_bounded_by_hashes_not_events():
     assert [event.seq for event in log.since(1, 51)] == [52]
 
 
-def test_snapshot_plus_events_equals_events_from_the_start(make_cache, ns, run):
+def test_snapshot_plus_events_equals_events_from_the_start(make_cache, ns, run, residency):
     cache = make_cache(num_blocks=6)
     other = Namespace("m", salt="s")
     run(cache, range(12), ns)
@@ -105,12 +128,12 @@ def test_snapshot_plus_events_equals_events_from_the_start(make_cache, ns, run):
     run(cache, range(70, 78), other)
     cache.clear(ns)
     run(cache, range(12), ns)
-    late, full = Residency(), Residency(epoch=77)
+    late, full = residency(), residency(epoch=77)
     late.load(middle)
     for follower in (late, full):
         for event in cache.events.since(follower.epoch, follower.seq):
             follower.apply(event)
-    now = Residency()
+    now = residency()
     now.load(cache.snapshot())
     assert late == full == now
     assert len(now.blocks) == cache.stats().published
@@ -119,9 +142,9 @@ def test_snapshot_plus_events_equals_events_from_the_start(make_cache, ns, run):
     assert {a: (digest, None), b: (digest, a), c: (digest, b)}.items() <= now.blocks.items()
 
 
-def test_a_follower_refuses_events_out_of_order():
+def test_a_follower_refuses_events_out_of_order(residency):
     with pytest.raises(InvalidRequest):
-        Residency(epoch=1, seq=3).apply(Cleared(5))
+        residency(epoch=1, seq=3).apply(Cleared(5))
 
 
 def test_age_and_free_share_travel_with_the_events(make_cache, ns, run, clock):

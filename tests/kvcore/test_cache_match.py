@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kvcore import match
 from kvcore.errors import InvalidRequest
 from kvcore.lease import BlockCopy
 from kvcore.namespace import Namespace
@@ -287,10 +288,18 @@ def test_equal_hashes_in_two_namespaces_do_not_match(cache, run):
     cache.check()
 
 
+def test_a_namespace_without_a_place_in_the_pool_hits_nothing(cache, ns, run):
+    """What a probe sees while another thread makes room for more namespaces."""
+    hashes = run(cache, range(8), ns).hashes
+    for space in (-1, len(cache._state.pool.spaces), 1 << 20):
+        table = np.empty(2, dtype=np.int32)
+        assert match.find(cache._state.pool, seq(range(9)), hashes, space, table) == (0, -1, 0)
+
+
 def test_namespaces_are_forgotten_with_their_last_block(make_cache, run):
     cache = make_cache(num_blocks=4)
     for salt in range(50):
         run(cache, range(9), Namespace("m", salt=salt))
-    assert len(cache._resident.spaces) == 2  # 4 blocks of 2 published each
+    assert len(cache._state.spaces) == 2  # 4 blocks of 2 published each
     cache.clear()
-    assert len(cache._resident.spaces) == 0
+    assert len(cache._state.spaces) == 0

@@ -1,3 +1,5 @@
+"""Namespaces: which parts tell two of them apart, and that no salt gets out."""
+
 import dataclasses
 
 import pytest

@@ -46,6 +46,19 @@ def test_json_goes_to_a_file_and_the_table_to_stdout(tmp_path):
     assert "decode, batch 8" in result.stdout
 
 
+def test_drafts_are_measured_when_asked_for():
+    result = run("--draft-tokens", "3", "--json", "-")
+    figures = json.loads(result.stdout)
+    assert list(figures) == [*KEYS, "drafts"]
+    drafts = figures["drafts"]
+    assert (drafts["draft_tokens"], drafts["drafted"] >= drafts["accepted"] > 0) == (3, True)
+    # Three answers, twice, whose first tokens are not counted; a step draws one token beyond the accepted.
+    tokens = 2 * 3 * 63
+    assert round(tokens / drafts["tokens_per_step"]) + drafts["accepted"] == tokens
+    assert drafts["decode_tokens_per_s"] > 0 < drafts["decode_tokens_per_s_without"]
+    assert "quoting, 3 drafts" in result.stderr
+
+
 def test_a_prompt_beyond_the_context_or_an_unknown_model_is_a_clear_error():
     result = run("--prompt-tokens", "5000")
     assert (result.exit_code, "5000 tokens" in result.stderr) == (1, True)

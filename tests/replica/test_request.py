@@ -105,11 +105,40 @@ def test_a_request_without_an_id_or_tokens_is_refused():
         {"logprobs": -1},
         {"min_tokens": -1},
         {"min_tokens": 17},
+        {"best_of": 0},
+        {"best_of": 129},
+        {"best_of": 1.5},
+        {"use_beam_search": 1},
+        {"length_penalty": 10.1},
+        {"length_penalty": math.nan},
+        {"early_stopping": "always"},
+        {"early_stopping": 1},
     ],
 )
 def test_sampling_values_out_of_range_are_refused_by_name(params):
     with pytest.raises(InvalidRequest, match=next(iter(params))):
         SamplingParams(**params)
+
+
+def test_choices_and_beams_come_from_the_wire():
+    sampling = {
+        "n": 2,
+        "best_of": 4,
+        "use_beam_search": True,
+        "length_penalty": 0.5,
+        "early_stopping": "never",
+    }
+    params = Request.from_wire(wire(sampling=sampling)).sampling
+    assert (params.width, params.ranked) == (4, False)
+    assert vars(params).items() >= sampling.items()
+    assert SamplingParams.from_wire({"n": 2, "best_of": 4}).ranked
+    assert not SamplingParams.from_wire({"n": 2, "best_of": 2}).ranked
+    assert SamplingParams.from_wire({"n": 2, "best_of": None}).width == 2
+
+
+def test_an_output_without_tokens_is_the_start_alone():
+    output = Output("r", start=Start(3, 2, 9, 4))
+    assert [chunk["type"] for chunk in output.chunks("rep")] == ["start"]
 
 
 def test_an_output_becomes_start_delta_and_end_chunks():

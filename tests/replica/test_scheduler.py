@@ -33,17 +33,17 @@ class Bench:
         asked = Request("r", prompt, SamplingParams(n=n, max_tokens=99), **request)
         hashes = self.hasher.block_hashes(prompt, BLOCK, self.hasher.root(NAMESPACE))
         seqs = build_sequences(asked, NAMESPACE, hashes, 0, self.orders)
-        self.scheduler.add(seqs)
+        self.scheduler.add(seqs[0])
         return seqs[0] if n == 1 else seqs
 
     def step(self):
         """One step; its plan as (order, start, count)."""
         plan = self.scheduler.schedule()
         self.plan = plan
+        drawers = [seq for chunk in plan.chunks for seq in chunk.drawers]
         self.scheduler.complete(plan)
-        for chunk in plan.chunks:
-            if chunk.samples:
-                chunk.seq.outputs.append(next(self.sampled))
+        for seq in drawers:
+            seq.outputs.append(next(self.sampled))
         self.cache.check()
         return [(c.seq.order, c.start, c.count) for c in plan.chunks]
 
@@ -206,12 +206,26 @@ def test_nobody_waits_for_blocks_that_will_not_be_published_or_may_not_be_read()
     assert bench.step() == [(0, 0, 12), (1, 0, 12)]
 
 
-def test_choices_of_one_prompt_compute_it_once():
+@pytest.mark.parametrize("cached", [True, False])
+def test_choices_of_one_prompt_compute_it_once_and_share_its_blocks(cached):
     bench = Bench()
-    seqs = bench.add(range(10), n=3)
+    seqs = bench.add(range(10), n=3, read=cached, publish=cached)
+    assert bench.scheduler.num_waiting == 3
     assert bench.step() == [(0, 0, 10)]
-    assert bench.step() == [(0, 10, 1), (1, 8, 2), (2, 8, 2)]
-    assert [seq.cached_tokens for seq in seqs] == [0, 8, 8]
+    assert [seq.outputs for seq in seqs] == [[1000], [1001], [1002]]
+    shared = seqs[0].lease.blocks.tolist()
+    assert [seq.lease.blocks.tolist() for seq in seqs] == [shared] * 3
+    assert bench.scheduler.num_waiting == 0
+    assert bench.step() == [(0, 10, 1), (1, 10, 1), (2, 10, 1)]
+    # Each goes on in a block of its own, with the two tokens they shared.
+    assert bench.plan.copies == [(shared[2], int(seq.lease.blocks[2]), 2) for seq in seqs]
+    assert all(seq.lease.blocks[:2].tolist() == shared[:2] for seq in seqs)
+    assert bench.cache.stats().held == 2 + 3
+    bench.step()
+    assert bench.plan.copies == []
+    for seq in seqs:
+        bench.scheduler.remove(seq)
+    assert bench.idle()
 
 
 def test_the_youngest_gives_way_when_blocks_run_out_and_comes_back_by_recompute():

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from kvcore.cache import PrefixCache
-from kvcore.fingerprint import FilterGeometry, FingerprintFeed
+from kvcore.fingerprint import FilterGeometry
 from kvcore.hashing import PrefixHasher
 from kvcore.namespace import Namespace
+from replica.fingerprint_feed import FingerprintFeed
 from router.dispatch import ModelInfo
 from router.errors import ConfigError, ReplicaLost
 from router.membership import Membership

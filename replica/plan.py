@@ -1,0 +1,75 @@
+"""What one step computes, and who draws from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvcore.lease import BlockCopy
+from replica.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens start ... start + count - 1 of one sequence, to be computed in this step.
+
+    The last `len(drafts)` of them are guesses at what will be drawn: they are in the lease and not in the
+    sequence.
+    """
+
+    seq: Sequence
+    start: int
+    count: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk reaches the sequence's end, so that its next token can be drawn."""
+        return self.start + self.count == self.seq.num_tokens + len(self.drafts)
+
+    @property
+    def drawers(self) -> list[Sequence]:
+        """Who draws from the chunk's end: the sequence, and the choices that wait for its prompt."""
+        return [self.seq, *self.seq.forks] if self.samples else []
+
+
+@dataclass
+class Plan:
+    """One step.
+
+    Attributes:
+        chunks: at most one per sequence, decodes first.
+        copies: (source block, destination block, tokens) to copy before anything is computed.
+        prefill_tokens: tokens of chunks of more than one token, drafts aside.
+        decodes: chunks of one token, drafts aside.
+        drafted: draft tokens.
+    """
+
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[tuple[int, int, int]] = field(default_factory=list)
+    prefill_tokens: int = 0
+    decodes: int = 0
+    drafted: int = 0
+
+    def add(self, seq: Sequence, count: int) -> None:
+        """Compute the next `count` tokens of `seq`."""
+        self.chunks.append(Chunk(seq, seq.computed, count))
+        if count == 1:
+            self.decodes += 1
+        else:
+            self.prefill_tokens += count
+
+    def draft(self, place: int, drafts: tuple[int, ...]) -> None:
+        """Let the decode `chunks[place]` compute these guesses too."""
+        chunk = self.chunks[place]
+        self.chunks[place] = Chunk(chunk.seq, chunk.start, chunk.count + len(drafts), drafts)
+        self.drafted += len(drafts)
+
+    def copy(self, copy: BlockCopy | None) -> None:
+        """Take note of the copy a lease asks for, if any."""
+        if copy is not None:
+            self.copies.append((copy.src, copy.dst, copy.num_tokens))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step."""
+        return self.prefill_tokens + self.decodes + self.drafted

@@ -1,0 +1,62 @@
+"""One pool for a whole trace, in cases small enough to follow by hand."""
+
+import numpy as np
+import pytest
+
+from router.lab.errors import OptionError
+from router.lab.pooled import PooledOptions, Prompts, infinite, optimum, simulate_policy
+from router.lab.record import Request
+
+
+def prompts(options, *rows):
+    """Prompts of blocks of two tokens, named by letters; a trailing lower-case letter is half a block."""
+    requests = []
+    for at, row in enumerate(rows):
+        tokens = [token for letter in row for token in ([ord(letter)] * (2 if letter.isupper() else 1))]
+        requests.append(Request(token_ids=np.array(tokens, np.int32), timestamp_s=float(at)))
+    return Prompts.of(requests, options)
+
+
+def test_a_small_pool_forgets_what_it_should_not():
+    options = PooledOptions(blocks=3, block_size=2)
+    trace = prompts(options, "AB", "CD", "AB", "EF", "AB")
+    # CD takes the free block and B's; AB finds A and takes D's for B; EF takes C's and B's; AB finds A.
+    assert simulate_policy(trace, options, "lru")["hit_rate"] == 4 / 20
+    assert optimum(trace, options) == infinite(trace, options) == 8 / 20, "it keeps A and B all the time"
+
+
+def test_halves_count_only_when_rounded_up():
+    rows = ["ABc", "ABc"]
+    plain, rounded = PooledOptions(8, 2), PooledOptions(8, 2, round_up=True)
+    assert simulate_policy(prompts(plain, *rows), plain, "lru")["hit_rate"] == 4 / 10
+    assert infinite(prompts(plain, *rows), plain) == 4 / 10
+    assert simulate_policy(prompts(rounded, *rows), rounded, "lru")["hit_rate"] == 5 / 10
+    assert infinite(prompts(rounded, *rows), rounded) == optimum(prompts(rounded, *rows), rounded) == 5 / 10
+
+
+def test_a_prompt_larger_than_the_pool_hits_nothing():
+    options = PooledOptions(2, 2)
+    trace = prompts(options, "ABC", "ABC", "A", "A")
+    assert simulate_policy(trace, options, "lru")["hit_rate"] == 2 / 16
+    assert optimum(trace, options) == 2 / 16
+
+
+def test_no_policy_beats_the_optimum_on_random_traces():
+    random = np.random.default_rng(4)
+    options = PooledOptions(6, 2)
+    for _ in range(30):
+        rows = ["".join(random.choice(list("AB"), random.integers(1, 7))) for _ in range(40)]
+        trace = prompts(options, *rows)
+        best = optimum(trace, options)
+        assert best <= infinite(trace, options)
+        for policy in ("lru", "reuse", "lfu", "fifo"):
+            assert simulate_policy(trace, options, policy)["hit_rate"] <= best + 1e-12
+
+
+def test_refusals():
+    with pytest.raises(OptionError, match="no requests"):
+        Prompts.of([], PooledOptions(1, 1))
+    with pytest.raises(OptionError, match="token ids"):
+        Prompts.of([Request(text="x")], PooledOptions(1, 1))
+    with pytest.raises(OptionError, match="positive"):
+        PooledOptions(0, 1)
