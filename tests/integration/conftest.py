@@ -82,6 +82,7 @@ def endpoint(ray_cluster: None) -> Iterator[Endpoint]:
         model=MODEL,
         replicas=2,
         api_keys={hashlib.sha256(key.encode()).hexdigest(): tenant for key, tenant in KEYS.items()},
+        admin_key=hashlib.sha256(b"key-of-the-operator").hexdigest(),
         engine={"num_blocks": NUM_BLOCKS, "threads": 1},
     )
     with deployed(config, "127.0.0.1", free_port()) as url:

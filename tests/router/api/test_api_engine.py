@@ -12,7 +12,7 @@ from kvcore.fingerprint import FingerprintUpdate
 from kvcore.hashing import PrefixHasher
 from replica.config import EngineConfig
 from replica.models import load_tokenizer
-from replica.request import Request
+from replica.request import Request, tokens_from_wire
 from replica.worker import build_worker
 from router.administration import Administration
 from router.api.config import ApiConfig
@@ -21,6 +21,8 @@ from router.dispatch import Dispatcher, ModelInfo
 from router.placement import Placement
 
 SECRET = b"one secret for all"
+ROOT = {"authorization": "Bearer root"}
+CLEAR, EXPLAIN = "/admin/cache/clear", "/admin/cache/explain"
 LONG = "The quick brown fox jumps over the lazy dog. " * 5
 
 
@@ -40,6 +42,13 @@ class Engines:
     async def generate(self, replica_id, request):
         async for chunk in self.workers[replica_id].generate(Request.from_wire(request)):
             yield chunk
+
+    async def clear_cache(self, replica_id, request, timeout_s):
+        return await asyncio.to_thread(self.workers[replica_id].clear_cache, request["namespace"])
+
+    async def explain(self, replica_id, request, timeout_s):
+        tokens = tokens_from_wire(request["tokens"])
+        return await asyncio.to_thread(self.workers[replica_id].explain, tokens, request["namespace"])
 
     async def poll(self):
         """Tell the router everything anew."""
@@ -154,3 +163,83 @@ async def test_the_context_is_what_fits_into_an_engines_pool(client):
     response = await client.post("/v1/completions", json=body)
     assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert "maximum context length is 2048 tokens" in response.json()["error"]["message"]
+
+
+GREEDY = {"model": "tiny", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+
+
+async def test_the_best_of_more_choices(client):
+    body = {"model": "tiny", "prompt": LONG, "max_tokens": 6, "seed": 3, "ignore_eos": True, "logprobs": 0}
+    drawn = (await client.post("/v1/completions", json={**body, "n": 5})).json()["choices"]
+    best = (await client.post("/v1/completions", json={**body, "n": 2, "best_of": 5})).json()
+    ranked = sorted(drawn, key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]))
+    assert [choice["text"] for choice in best["choices"]] == [choice["text"] for choice in ranked[:2]]
+    assert [choice["index"] for choice in best["choices"]] == [0, 1]
+    assert best["usage"]["completion_tokens"] == 5 * 6
+
+
+async def test_beams_are_likelier_than_the_greedy_answer(client):
+    body = {**GREEDY, "prompt": LONG, "logprobs": 0}
+    greedy = (await client.post("/v1/completions", json=body)).json()["choices"]
+    beams = {**body, "use_beam_search": True, "n": 3, "best_of": 4, "length_penalty": 0}
+    found = (await client.post("/v1/completions", json=beams)).json()["choices"]
+    totals = [sum(choice["logprobs"]["token_logprobs"]) for choice in [*found, *greedy]]
+    assert len(found) == 3 and totals[:3] == sorted(totals[:3], reverse=True)
+    assert totals[0] >= totals[3] - 1e-4  # but for rounding
+    messages = [{"role": "user", "content": "hi"}]
+    chat = {**GREEDY, "messages": messages, "use_beam_search": True, "best_of": 2, "early_stopping": True}
+    answer = (await client.post("/v1/chat/completions", json=chat)).json()
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"]
+
+
+async def explain(client, prompt, replica_id, **more):
+    query = {"prompt": prompt, "replica": replica_id, **more}
+    answer = (await client.get(EXPLAIN, params=query, headers=ROOT)).json()
+    [found] = answer["replicas"]
+    assert (found.pop("replica"), found.pop("num_tokens")) == (replica_id, answer["num_tokens"])
+    return found
+
+
+async def test_clearing_is_told_by_the_ordinary_events(engines, client):
+    body = {**GREEDY, "prompt": LONG, "max_tokens": 1}
+    await client.post(CLEAR, json={"all": True}, headers=ROOT)
+    homes = [
+        (await client.post("/v1/completions", json={**body, "cache_salt": salt})).headers[
+            "x-warmroute-replica"
+        ]
+        for salt in ("mine", "yours")
+    ]
+    kept = {"hit_tokens": 224, "reason": "complete", "evicted_s_ago": None}
+    assert await explain(client, LONG, homes[0], salt="mine") == kept
+    answer = await client.post(CLEAR, json={"namespace": {"salt": "mine"}}, headers=ROOT)
+    cleared = {entry["replica"]: (entry["cleared"], entry["held"]) for entry in answer.json()["replicas"]}
+    assert cleared == {name: (14, 0) if name == homes[0] else (0, 0) for name in "ab"}
+    assert (await explain(client, LONG, homes[0], salt="mine"))["hit_tokens"] == 0
+    assert await explain(client, LONG, homes[1], salt="yours") == kept
+    await engines.poll()
+    for salt, tokens in (("mine", "0"), ("yours", "224")):
+        response = await client.post("/v1/completions", json={**body, "cache_salt": salt})
+        assert response.headers["x-warmroute-predicted-tokens"] == tokens
+        assert response.headers["x-warmroute-cached-tokens"] == tokens
+
+
+async def test_what_has_priority_outlives_the_rest(engines, client):
+    body = {**GREEDY, "max_tokens": 1}
+    await client.post(CLEAR, json={"all": True}, headers=ROOT)
+    prompts = {name: f"{name} is what this is about. " * 8 for name in ("High", "Range", "None")}
+    fields = {
+        "High": {"cache_priority": 100},
+        "Range": {"cache_retention": [{"start": 0, "end": 32, "priority": 100, "duration_s": 3600}]},
+        "None": {},
+    }
+    homes = {}
+    for name, prompt in prompts.items():
+        response = await client.post("/v1/completions", json={**body, "prompt": prompt, **fields[name]})
+        homes[name] = response.headers["x-warmroute-replica"]
+    for number in range(8):  # 8,000 tokens through two caches of 2,048
+        await engines.poll()
+        flood = {**body, "prompt": [(number * 31 + k * 7) % 250 + 3 for k in range(1000)]}
+        assert (await client.post("/v1/completions", json=flood)).status_code == 200
+    found = {name: await explain(client, prompts[name], homes[name]) for name in prompts}
+    assert found["High"]["reason"] == "complete"
+    assert (found["Range"]["hit_tokens"], found["None"]["hit_tokens"]) == (32, 0)
