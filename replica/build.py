@@ -6,6 +6,7 @@ import torch
 
 from kvcore.cache import PrefixCache
 from kvcore.hashing import PrefixHasher
+from kvcore.warm_up import warm_up
 from replica.config import EngineConfig
 from replica.engine import Engine
 from replica.errors import ConfigError
@@ -25,6 +26,7 @@ def build_engine(config: EngineConfig) -> Engine:
         raise ConfigError(f"dtype {config.dtype!r} is none of {', '.join(_DTYPES)}")
     model, _ = load_model(config.model, dtype=_DTYPES[config.dtype], device=config.device)
     model.allocate_kv(config.num_blocks, config.block_size)
+    warm_up()
     hasher = PrefixHasher(config.hash_secret)
     cache = PrefixCache(config.num_blocks, config.block_size, hasher, policy=config.eviction)
     return Engine(config, model, load_tokenizer(config.model), cache)

@@ -8,6 +8,7 @@ import logging
 import secrets
 from typing import Any
 
+import numpy as np
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import RequestRouterConfig
@@ -48,9 +49,11 @@ class Router:
         self._codec = await asyncio.to_thread(load_codec, config.model)
         placement = Placement(config.policy, max_inflight_per_replica=config.max_inflight_per_replica)
         transport = ServeTransport(replica)
+        hasher = PrefixHasher(secret)
+        hasher.block_hashes(np.zeros(1, np.int32), 1, 0)  # compiled here, not when the first request waits
         self._dispatcher = Dispatcher(
             placement,
-            PrefixHasher(secret),
+            hasher,
             transport,
             lambda: self._model,
             DispatchLimits(request_timeout_s=config.request_timeout_s),
