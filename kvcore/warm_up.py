@@ -1,4 +1,4 @@
-"""Compiling before the first request does: a short life of a tiny cache that passes every compiled function."""
+"""Compiling before the first request: a short life of a tiny cache that passes every compiled function."""
 
 import contextlib
 
