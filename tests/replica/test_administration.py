@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 
+from replica.deployment import Replica
 from replica.errors import InvalidRequest
 from replica.worker import EngineWorker
 
@@ -85,3 +86,45 @@ async def test_namespaces_that_cannot_be_are_refused(worker, namespace):
         worker.explain(PROMPT, namespace)
     with pytest.raises(InvalidRequest, match="empty"):
         worker.explain(PROMPT[:0], {})
+
+
+# --- On Ray's side: plain dicts, and never another replica's work. ---
+
+
+@pytest.fixture
+def replica(worker):
+    """The deployment around a worker, without Serve, which is what constructs it otherwise."""
+    replica = Replica.__new__(Replica)
+    replica.id, replica._worker = "rep", worker
+    return replica
+
+
+async def test_the_deployment_speaks_dicts(replica, worker, ask):
+    await answer(worker, ask("r", PROMPT, tenant="a", max_tokens=1))
+    asked = {"v": 1, "target": "rep", "tokens": PROMPT.astype("<i4").tobytes(), "namespace": {"tenant": "a"}}
+    assert await replica.explain(asked) == {
+        "v": 1,
+        "replica": "rep",
+        "num_tokens": 30,
+        "hit_tokens": 28,
+        "reason": "short",
+        "evicted_s_ago": None,
+    }
+    cleared = await replica.clear_cache({"v": 1, "target": "rep", "namespace": None})
+    assert cleared == {"v": 1, "replica": "rep", "cleared": 7, "held": 0}
+
+
+async def test_what_was_meant_for_another_replica_changes_nothing(replica, worker, ask):
+    await answer(worker, ask("r", PROMPT, max_tokens=1))
+    assert await replica.clear_cache({"target": "gone", "namespace": None}) == {"v": 1, "replica": "rep"}
+    assert await replica.explain({"target": "gone"}) == {"v": 1, "replica": "rep"}
+    assert worker._engine.cache.stats().cached == 7
+
+
+async def test_a_callers_mistake_comes_back_as_an_error(replica):
+    asked = {"target": None, "tokens": b"abc", "namespace": None}
+    found = await replica.explain(asked)
+    assert (found["replica"], found["error"]["code"]) == ("rep", "invalid")
+    assert "malformed tokens" in found["error"]["message"]
+    found = await replica.clear_cache({"target": None, "namespace": {"tenant": 5}})
+    assert found["error"]["type"] == "error"

@@ -6,6 +6,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from replica.batch import ForwardBatch
 from replica.beams import BeamSearch, candidates_kept
@@ -217,6 +219,68 @@ def test_tokens_of_transformers(tiny_engine, ask, run_all, logprobs_of):
         found = run_all(tiny_engine(), [request])["r"].tokens
         padded = [[*prompt, *found[index], *[1] * 10][: expected.shape[1]] for index in range(width)]
         assert padded == expected.tolist(), (prompt, width, penalty, early)
+
+
+@pytest.fixture(scope="module")
+def crowded(tiny_engine):
+    """One small pool for all examples: what earlier ones left in the cache must not matter."""
+    sizes = {"max_batch_tokens": 14, "max_num_seqs": 4, "draft_tokens": 2}
+    return tiny_engine(num_blocks=13, **sizes), tiny_engine(num_blocks=1024)
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("search"), st.integers(0, 3), st.integers(1, 5), st.integers(1, 10), st.booleans()),
+    st.tuples(st.just("draw"), st.integers(0, 3), st.integers(1, 5), st.integers(1, 10), st.booleans()),
+    st.tuples(st.just("abort"), st.integers(0, 9)),
+    st.tuples(st.just("step"), st.integers(1, 6)),
+)
+
+
+class Crowd:
+    """Searches and draws that come, go and are aborted, and what they answered."""
+
+    def __init__(self, engine, ask):
+        self.engine, self.ask, self.requests, self.tokens, self.count = engine, ask, {}, {}, 0
+
+    def search(self, which, width, length, cached):
+        self._add(which, cached, n=width, use_beam_search=True, max_tokens=length)
+
+    def draw(self, which, width, length, cached):
+        self._add(which, cached, n=1, best_of=width, max_tokens=length, temperature=1.0, seed=which)
+
+    def _add(self, which, cached, **params):
+        name = str(self.count)
+        self.count += 1
+        self.requests[name] = self.ask(name, PROMPTS[which], read=cached, publish=cached, **params)
+        self.engine.add(self.requests[name])
+
+    def abort(self, which):
+        if self.engine.abort(str(which)):
+            del self.requests[str(which)]
+
+    def step(self, count):
+        for _ in range(count):
+            for output in self.engine.step():
+                self.tokens.setdefault(output.request_id, {}).setdefault(output.index, []).extend(
+                    output.tokens
+                )
+        self.engine.cache.check()
+
+
+@settings(max_examples=40, deadline=None)
+@given(actions=st.lists(ACTIONS, max_size=14))
+def test_any_mix_of_searches_and_draws_in_a_small_pool(crowded, ask, run_all, actions):
+    engine, roomy = crowded
+    crowd = Crowd(engine, ask)
+    for action, *details in actions:
+        getattr(crowd, action)(*details)
+    for _ in range(3000):
+        if not engine.has_work():
+            break
+        crowd.step(1)
+    assert_idle(engine)
+    for name, request in crowd.requests.items():
+        assert crowd.tokens[name] == run_all(roomy, [request])[name].tokens
 
 
 def search(width, **params):
