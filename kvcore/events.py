@@ -9,15 +9,11 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.errors import InvalidRequest, WireError
-from kvcore.wire import pack, take, take_array, take_word, unpack
-
-_VERSION = 1
+from kvcore.errors import InvalidRequest
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -69,54 +65,6 @@ class EventBatch:
     events: tuple[Event, ...]
     eviction_age_s: float | None
     free_share: float
-
-    def encode(self) -> bytes:
-        """The batch as msgpack."""
-        return pack(
-            _VERSION,
-            epoch=self.epoch,
-            seq=self.seq,
-            events=[_event_fields(event) for event in self.events],
-            age=self.eviction_age_s,
-            free=self.free_share,
-        )
-
-    @classmethod
-    def decode(cls, data: bytes) -> "EventBatch":
-        """The batch from bytes of another process; raises `WireError` for anything that is not one."""
-        message = unpack(data, _VERSION)
-        age = message.get("age")
-        return cls(
-            epoch=take_word(message, "epoch"),
-            seq=take_word(message, "seq"),
-            events=tuple(_read_event(fields) for fields in take(message, "events", list)),
-            eviction_age_s=None if age is None else take(message, "age", float),
-            free_share=take(message, "free", float),
-        )
-
-
-def _event_fields(event: Event) -> dict[str, Any]:
-    if isinstance(event, Cleared):
-        return {"t": "clear", "seq": event.seq}
-    common = {"seq": event.seq, "h": event.hashes.astype("<u8").tobytes(), "tier": event.tier}
-    if isinstance(event, BlocksRemoved):
-        return {"t": "remove", "why": event.reason, **common}
-    return {"t": "store", "parent": event.parent, "ns": event.namespace, **common}
-
-
-def _read_event(fields: Any) -> Event:
-    if not isinstance(fields, dict):
-        raise WireError("an event must be a map")
-    kind, seq = take(fields, "t", str), take_word(fields, "seq")
-    if kind == "clear":
-        return Cleared(seq)
-    if kind not in ("remove", "store"):
-        raise WireError(f"unknown event {kind!r}")
-    hashes, tier = take_array(fields, "h", "<u8"), take(fields, "tier", str)
-    if kind == "remove":
-        return BlocksRemoved(seq, hashes, take(fields, "why", str), tier)
-    parent = None if fields.get("parent") is None else take_word(fields, "parent")
-    return BlocksStored(seq, hashes, parent, take(fields, "ns", bytes), tier)
 
 
 class EventLog:
