@@ -15,6 +15,7 @@ from router.lab.pooled import PooledOptions, Prompts, infinite, optimum, simulat
 from router.lab.record import Request
 from router.lab.rows import TraceOptions
 from router.lab.sim.fleet import Fleet, FleetConfig
+from router.lab.sim.policies import OTHERS, PLACED
 from router.lab.sim.timing import Timing
 
 
@@ -25,7 +26,10 @@ def simulate(
         int, typer.Option(help="KV blocks of each replica (of the pool with --pooled).")
     ] = 2000,
     block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 512,
-    policy: Annotated[str | None, typer.Option(help="Policies to compare, separated by commas.")] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(help=f"Policies to compare, separated by commas: {', '.join((*PLACED, *OTHERS))}."),
+    ] = None,
     speed: Annotated[str, typer.Option(help="Arrivals, this many times as fast; several with commas.")] = "1",
     timing: Annotated[str, typer.Option(help="Step times: GPU-model[-tpN], such as h100-8b.")] = "h100-8b",
     routers: Annotated[int, typer.Option(help="Routers in front of the fleet.")] = 1,

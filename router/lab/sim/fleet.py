@@ -12,15 +12,16 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
+import numpy.typing as npt
 
-from kvcore.events import BlocksRemoved, BlocksStored, Cleared
+from kvcore.events import BlocksRemoved, BlocksStored, Cleared, Event
 from kvcore.filters import CountingFilter, FilterGeometry
 from kvcore.fingerprint import FingerprintUpdate
 from kvcore.hashing import PrefixHasher
 from router.lab.errors import OptionError
 from router.lab.record import Request
 from router.lab.sim.measures import Measures
-from router.lab.sim.policies import SimPolicy, make_policy
+from router.lab.sim.policies import News, SimPolicy, make_policy
 from router.lab.sim.replica import SPACE, SimReplica
 from router.lab.sim.request import SimRequest
 from router.lab.sim.timing import Timing
@@ -56,34 +57,42 @@ class _Told:
     """What the routers have been told of one replica's cache."""
 
     def __init__(self, replica: SimReplica, geometry: FilterGeometry) -> None:
-        self._cache, self._filter, self._seq = replica.cache, CountingFilter(geometry), 0
+        self._replica, self._cache = replica, replica.cache
+        self._filter, self._seq = CountingFilter(geometry), 0
         self.planned = False
 
-    def news(self, everything: bool) -> FingerprintUpdate | None:
+    def news(self, everything: bool) -> News:
         """What has changed since the last call, or all there is."""
-        base, geometry = self._seq, self._filter.geometry
+        base, load = self._seq, self._replica.load()
         if base == self._cache.seq and not everything:
-            return None
-        before = self._filter.bits
+            return News(None, [], load)
+        before, events = self._filter.bits, self._changes(base)
+        for event in events:
+            if isinstance(event, BlocksStored):
+                self._filter.add(event.hashes)
+            elif isinstance(event, BlocksRemoved):
+                self._filter.remove(event.hashes)
+            elif isinstance(event, Cleared):
+                self._filter.clear()
+        self._seq = self._cache.seq
+        return News(self._update(base, before, everything), events, load)
+
+    def _changes(self, base: int) -> list[Event]:
         events = self._cache.events.since(self._cache.epoch, base)
-        if events is None:
-            self._filter.clear()
-            self._filter.add(self._cache.snapshot().hashes)
-        else:
-            for event in events:
-                if isinstance(event, BlocksStored):
-                    self._filter.add(event.hashes)
-                elif isinstance(event, BlocksRemoved):
-                    self._filter.remove(event.hashes)
-                elif isinstance(event, Cleared):
-                    self._filter.clear()
-        self._seq, after = self._cache.seq, self._filter.bits
+        if events is None:  # more than the log holds: all from the beginning
+            everything = self._cache.snapshot()
+            seq = self._cache.seq
+            return [Cleared(seq), BlocksStored(seq, everything.hashes, None, SPACE.digest())]
+        return events
+
+    def _update(self, base: int, before: npt.NDArray[np.bool_], everything: bool) -> FingerprintUpdate:
+        after = self._filter.bits
         gained, lost = np.flatnonzero(after & ~before), np.flatnonzero(before & ~after)
         return FingerprintUpdate(
             epoch=self._cache.epoch,
             base_seq=0 if everything else base,
             seq=self._seq,
-            geometry=geometry,
+            geometry=self._filter.geometry,
             snapshot=everything,
             set_rows=(np.flatnonzero(after) if everything else gained).astype(np.uint32),
             digest=self._filter.digest,
@@ -187,4 +196,4 @@ class Fleet:
 
     def _hear(self, number: int) -> None:
         news = self._told[number].news(everything=self.policy.suspects(number))
-        self.policy.heard(number, news, self.replicas[number].load())
+        self.policy.heard(number, news)

@@ -7,7 +7,7 @@ from router.lab.errors import OptionError
 from router.lab.ideal import ideal_hits
 from router.lab.record import Request
 from router.lab.sim.fleet import Fleet, FleetConfig
-from router.lab.sim.policies import BLIND, PLACED
+from router.lab.sim.policies import OTHERS, PLACED
 from router.lab.sim.timing import Timing
 
 # A step takes 1 s at least; a token 1/8 s; attention nothing, reading a cached token 1/1024 s.
@@ -71,7 +71,7 @@ def test_decoding_many_steps_at_once_takes_as_long_as_one_by_one():
     assert together == pytest.approx(sum(SIMPLE.decode(3, 50 + 3 * step) for step in range(7)))
 
 
-@pytest.mark.parametrize("policy", [*PLACED, *BLIND])
+@pytest.mark.parametrize("policy", [*PLACED, *OTHERS])
 def test_everybody_is_served_and_everything_is_free_at_the_end(policy):
     requests = list(workload(3))
     one = fleet(policy, replicas=3, blocks=40)

@@ -1,0 +1,47 @@
+"""How simulated requests find their replica.
+
+`placed` is the product; `simple` is what every fleet can do; the others follow what people run today, each
+with its source, formula and defaults in its own file. A policy sees what its original would see: its own
+decisions, or what replicas tell it (`informed`), as late as everybody hears it.
+"""
+
+import random
+from collections.abc import Callable
+
+from router.lab.errors import OptionError
+from router.lab.sim.policies.base import Blind, News, SimPolicy
+from router.lab.sim.policies.dynamo import Dynamo
+from router.lab.sim.policies.llmd import LlmD
+from router.lab.sim.policies.lmetric import LMetric
+from router.lab.sim.policies.placed import PlacedByRouters
+from router.lab.sim.policies.preble import Preble
+from router.lab.sim.policies.ray_prefix import RayPrefix
+from router.lab.sim.policies.sglang import SglangCacheAware
+from router.lab.sim.policies.simple import BoundedLoads, PowerOfTwo, Random, Session
+
+__all__ = ["OTHERS", "PLACED", "News", "SimPolicy", "make_policy"]
+
+PLACED = ("cache_aware", "least_load", "round_robin")
+OTHERS: dict[str, type[Blind]] = {
+    "random": Random,
+    "power_of_two": PowerOfTwo,
+    "session": Session,
+    "chwbl": BoundedLoads,
+    "sglang": SglangCacheAware,
+    "ray_prefix": RayPrefix,
+    "dynamo": Dynamo,
+    "preble": Preble,
+    "llmd": LlmD,
+    "lmetric": LMetric,
+}
+
+
+def make_policy(
+    name: str, block_size: int, routers: int, clock: Callable[[], float], rng: random.Random
+) -> SimPolicy:
+    """A policy by name. Raises `OptionError` for an unknown one."""
+    if name in PLACED:
+        return PlacedByRouters(name, block_size, routers, clock, rng)
+    if name in OTHERS:
+        return OTHERS[name](rng, clock, block_size)
+    raise OptionError(f"unknown policy {name!r}; known: {', '.join((*PLACED, *OTHERS))}")
