@@ -1,4 +1,4 @@
-"""What a simulated fleet asks its policy and tells it, and the base of policies that only see their traffic."""
+"""What a simulated fleet asks and tells its policy, and the base of policies that see only their traffic."""
 
 import random
 from collections.abc import Callable

@@ -10,9 +10,13 @@ that outweighs all above it, for 3 minutes; the load of a GPU is a sum over the 
     + requests active below the node * tokens of its answers * time per token of the GPU (median of 200),
 
 and a node that nobody used for 3 minutes loses its allocation. Once there were 50 requests a GPU, after each:
-while the heaviest GPU has 1.5 times the load of the lightest (only nodes used twice count), it hands over its
-lightest nodes with all below, up to equality; a GPU with one such node shares it, if the node's TTFT
-has doubled from the first half of the window to the second.
+while the heaviest GPU has 1.5 times the load of the lightest, it hands over nodes used twice that the other
+lacks, the lightest first, with what it holds below them, up to equality; if it has but one, it shares it once
+the node's TTFT has doubled from the first half of the window to the second.
+
+That is the paper's intention. The prototype compares the loads by nodes used twice alone and hands over what
+is below a node from all GPUs, wherever the node is: where all prompts begin alike and little comes again
+within 3 minutes, the whole tree moves on and on, and simulated like that it hits half as much.
 
 Prefill times come from the rate that replicas report, for the original's fit to one GPU. Not here: the cost
 of evictions (off by default there) and evictions that workers report, local scheduling in the engines, and
@@ -130,7 +134,7 @@ class Preble(Blind):
     def __init__(self, rng: random.Random, clock: Callable[[], float], block_size: int) -> None:
         super().__init__(rng, clock, block_size)
         self._rate = 1.0
-        self._all, self._repeated = Ledger(self._prefill_s), Ledger(self._prefill_s)
+        self._ledger = Ledger(self._prefill_s)
         self._tree = Tree(lambda node: self._charge([node], -1), lambda node: self._charge([node], 1))
         self._window: deque[tuple[float, Use, int, int]] = deque()
         self._uses: dict[Use, None] = {}
@@ -194,15 +198,13 @@ class Preble(Blind):
         return tokens / self._rate
 
     def _load(self, gpu: int) -> float:
-        return self._all.load(gpu, self._tpot[gpu])
+        return self._ledger.load(gpu, self._tpot[gpu])
 
     def _charge(self, nodes: Iterable[Node], sign: int) -> None:
         for node in nodes:
             assert isinstance(node, Prefix)
             if node.use is not None:
-                self._all.add(node.use, sign)
-                if node.use.count > 1:
-                    self._repeated.add(node.use, sign)
+                self._ledger.add(node.use, sign)
 
     def _candidates(self, leaf: Prefix) -> list[int]:
         if len(leaf.text) < leaf.above:
@@ -248,7 +250,7 @@ class Preble(Blind):
         self._charge([node], 1)
 
     def _rebalance(self) -> None:
-        loads = {gpu: self._repeated.load(gpu, self._tpot[gpu]) for gpu in self.alive}
+        loads = {gpu: self._load(gpu) for gpu in self.alive}
         ordered = sorted(self.alive, key=loads.__getitem__, reverse=True)
         lightest = ordered[-1]
         for heaviest in ordered[:-1]:
@@ -265,7 +267,7 @@ class Preble(Blind):
         found = []
         for use in self._uses:
             if use.count > 1 and gpu in use.node.holders and use.node.outweighs:
-                prefill, answers = self._repeated.costs(use, gpu)
+                prefill, answers = self._ledger.costs(use, gpu)
                 found.append((prefill + answers * self._tpot[gpu], use))
         return sorted(found, key=lambda item: item[0])
 
@@ -273,12 +275,15 @@ class Preble(Blind):
         self, movable: list[tuple[float, Use]], heaviest: int, lightest: int, loads: dict[int, float]
     ) -> None:
         for cost, use in movable:
+            if lightest in use.node.holders:
+                continue
             if loads[heaviest] - cost < loads[lightest] + cost:
                 return
             loads[heaviest] -= cost
             loads[lightest] += cost
             for node in (use.node, *self._tree.nodes(use.node)):
-                self._allocate(node, [lightest])
+                if heaviest in node.holders:
+                    self._allocate(node, [lightest if gpu == heaviest else gpu for gpu in node.holders])
             if loads[heaviest] < REBALANCE_RATIO * loads[lightest]:
                 return
 
