@@ -197,6 +197,8 @@ class Occupancy:
         self.pool = self._retentions.expire(self.pool, now)
         short = max(len(table) - int(self.pool.state["free"][0]), 0)
         evicted = np.empty(short, dtype=np.uint64)
+        if short:  # each may make its parent a leaf, in another heap than its own
+            self.pool = eviction.roomy(self.pool, short)
         holding.take(self.pool, table, now, evicted)
         table.sort()  # neighbours in the pool stay neighbours in the sequence: attention reads them faster
         if short:
