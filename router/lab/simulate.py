@@ -23,7 +23,7 @@ def simulate(
     round_up: Annotated[
         bool, typer.Option("--round-up", help="Count the last part of a prompt as a block.")
     ] = False,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many requests.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.")] = None,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave broken lines out.")] = False,
     json_file: Annotated[str | None, typer.Option("--json", help="Write JSON here (- for stdout).")] = None,
 ) -> None:
@@ -36,7 +36,7 @@ def simulate(
     prompts = Prompts.of(requests, options)
     try:
         runs = {name: simulate_policy(prompts, options, name) for name in policy.split(",")}
-    except InvalidRequest as error:
+    except (InvalidRequest, MemoryError) as error:
         raise OptionError(str(error)) from error
     bounds = {"infinite": infinite(prompts, options), "pooled_opt": optimum(prompts, options)}
     Console(stderr=json_file == "-").print(_table(len(prompts.tokens), options, runs, bounds))
