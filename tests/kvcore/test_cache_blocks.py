@@ -324,7 +324,17 @@ def test_clear_of_an_unknown_namespace(cache, ns):
 # --- Construction, memory, check ---
 
 
-@pytest.mark.parametrize("options", [{"num_blocks": 0}, {"block_size": 0}, {"policy": "magic"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_blocks": 0},
+        {"num_blocks": -100},
+        {"num_blocks": 10**20},
+        {"block_size": 0},
+        {"block_size": -1},
+        {"policy": "magic"},
+    ],
+)
 def test_wrong_configurations_are_refused(make_cache, options):
     with pytest.raises(InvalidRequest):
         make_cache(**options)
