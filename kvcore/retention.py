@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from kvcore.blocks import CACHED, DEFAULT_LEVEL, BlockIds, Pool
 from kvcore.errors import InvalidRequest
-from kvcore.eviction import is_leaf, push, roomy
+from kvcore.eviction import push_leaves, roomy
 
 
 @dataclass(frozen=True)
@@ -67,17 +69,19 @@ class Retentions:
 
     def expire(self, pool: Pool, now: float) -> Pool:
         """Give blocks whose time is over the default level; returns the pool, maybe with larger heaps."""
+        due: dict[int, int] = {}  # block: hash of the content that the time was meant for
         while self._line and self._line[0][0] <= now:
             deadline, block = heapq.heappop(self._line)
-            if self._deadlines.get(block, (None, 0))[0] != deadline:
-                continue  # another deadline was set since
-            key = self._deadlines.pop(block)[1]
-            facts = pool.blocks[block]
-            if facts["state"] == CACHED and int(facts["hash"]) == key:
-                facts["level"] = DEFAULT_LEVEL
-                pool = roomy(pool, 1)
-                if is_leaf(pool, block):
-                    push(pool, block)
+            if self._deadlines.get(block, (None, 0))[0] == deadline:  # no other was set since
+                due[block] = self._deadlines.pop(block)[1]
+        if not due:
+            return pool
+        blocks, keys = np.array(list(due), np.int32), np.array(list(due.values()), np.uint64)
+        facts = pool.blocks[blocks]
+        blocks = blocks[(facts["state"] == CACHED) & (facts["hash"] == keys)]
+        pool.blocks["level"][blocks] = DEFAULT_LEVEL
+        pool = roomy(pool, len(blocks))
+        push_leaves(pool, blocks)
         return pool
 
     def _set_deadline(self, pool: Pool, block: int, deadline: float | None) -> None:
