@@ -43,7 +43,7 @@ def simulate(
     round_up: Annotated[
         bool, typer.Option("--round-up", help="With --pooled: the last part of a prompt is a block too.")
     ] = False,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many requests.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.")] = None,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave broken lines out.")] = False,
     json_file: Annotated[str | None, typer.Option("--json", help="Write JSON here (- for stdout).")] = None,
 ) -> None:
@@ -73,7 +73,7 @@ def simulate(
             names = (policy or "cache_aware,least_load,round_robin").split(",")
             report = _fleet(requests, config, names, speeds)
             console.print(_fleet_table(report))
-    except InvalidRequest as error:
+    except (InvalidRequest, MemoryError) as error:
         raise OptionError(str(error)) from error
     deliver({"trace": trace, **report}, json_file)
     tell_skipped(skipped)
