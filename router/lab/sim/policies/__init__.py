@@ -2,7 +2,8 @@
 
 `placed` is the product; `simple` is what every fleet can do; the others follow what people run today, each
 with its source, formula and defaults in its own file. A policy sees what its original would see: its own
-decisions, or what replicas tell it (`informed`), as late as everybody hears it.
+decisions, or what replicas tell it (`informed`), as late as everybody hears it. Only the product's are run by
+several routers; the others by one, whatever their number.
 """
 
 import random
