@@ -102,6 +102,17 @@ def test_cache_aware_beats_the_others_where_prefixes_repeat():
     assert rates["cache_aware"] > max(rates["least_load"], rates["round_robin"]) + 0.04
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.04, 1.08])
+def test_an_idle_fleet_of_nearly_equal_replicas_uses_all_its_caches(factor):
+    """One request at a time, prompts that fit the fleet's caches and not one replica's, three rounds."""
+    prompts = [np.arange(40) + 100 * number for number in range(24)]
+    requests = [request(100.0 * i, prompts[i % 24], 1) for i in range(72)]
+    one = fleet("cache_aware", replicas=2, blocks=160, slow=0.5, slow_factor=factor)
+    run = one.run(requests)
+    assert min(run.per_replica.values()) >= 18
+    assert run.hit_rate == pytest.approx(2 / 3 * 39 / 40)
+
+
 def test_a_session_stays_with_its_replica():
     requests = [request(float(i), [i % 5, i, i + 1], 1, str(i % 5)) for i in range(50)]
     one = fleet("session", replicas=4)
