@@ -10,13 +10,13 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from io import TextIOWrapper
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from router.lab.errors import TraceError
+from router.lab.errors import OptionError, TraceError
 from router.lab.record import Json
 from router.lab.rows import OnBad, Row, describe
 
@@ -35,6 +35,15 @@ def read_rows(path: Path, bad: OnBad) -> Iterator[Row]:
         raise TraceError(str(path), None, "no such file") from None
     except OSError as error:
         raise TraceError(str(path), None, f"cannot be read ({error.strerror or error})") from error
+
+
+def write_rows(rows: Iterable[Json], path: str) -> None:
+    """JSON lines, packed where the name ends in .gz. Raises OptionError: the file cannot be written."""
+    lines = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows).encode()
+    try:
+        Path(path).write_bytes(gzip.compress(lines, mtime=0) if path.endswith(".gz") else lines)
+    except OSError as error:
+        raise OptionError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _open(path: Path) -> BinaryIO:
