@@ -10,6 +10,7 @@ import gzip
 import json
 import re
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from io import TextIOWrapper
 from itertools import chain
@@ -53,17 +54,25 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _rows(source: str, file: BinaryIO, bad: OnBad) -> Iterator[Row]:
+    if _begins_with_elements(file):
+        return (yield from _elements(source, file, bad))
     lines = _lines(source, file, bad)
     for number, first in lines:
         start = first.strip()
-        if start == "{" or start.startswith("["):
-            file.seek(0)
-            return (yield from _elements(source, file, bad))
         if start.startswith("{"):
             return (yield from _json_lines(source, chain([(number, first)], lines), bad))
         if "," in start:
             return (yield from _csv_rows(source, chain([(number, first)], lines), bad))
         raise TraceError(source, number, f"neither JSON nor CSV: {describe(start)}")
+
+
+def _begins_with_elements(file: BinaryIO) -> bool:
+    """Whether the file is an array, or begins with an object of several lines: all of it may be one line."""
+    start = b""
+    while not start and (chunk := file.read(_CHUNK)):
+        start = chunk.removeprefix(BOM_UTF8).lstrip()
+    file.seek(0)
+    return start.startswith(b"[") or start.partition(b"\n")[0].strip() == b"{"
 
 
 def _lines(source: str, file: BinaryIO, bad: OnBad) -> Iterator[tuple[int, str]]:
@@ -87,13 +96,24 @@ def _json_lines(source: str, lines: Iterator[tuple[int, str]], bad: OnBad) -> It
 
 def _csv_rows(source: str, lines: Iterator[tuple[int, str]], bad: OnBad) -> Iterator[Row]:
     """A row's fields are named by the header, in lower case, and are numbers where they read as such."""
-    header = [name.strip().lower() for name in next(csv.reader([next(lines)[1]]))]
+    header = [name.strip().lower() for name in _cells(source, *next(lines))]
     for number, text in lines:
-        values = next(csv.reader([text]))
-        if len(values) == len(header):
-            yield Row(source, number, dict(zip(header, map(_value, values), strict=True)))
-        else:
-            bad(TraceError(source, number, f"{len(values)} values under {len(header)} column names"))
+        try:
+            values = _cells(source, number, text)
+            if len(values) != len(header):
+                what = f"{len(values)} values under {len(header)} column names"
+                raise TraceError(source, number, what)
+        except TraceError as error:
+            bad(error)
+            continue
+        yield Row(source, number, dict(zip(header, map(_value, values), strict=True)))
+
+
+def _cells(source: str, number: int, text: str) -> list[str]:
+    try:
+        return next(csv.reader([text]))
+    except csv.Error as error:
+        raise TraceError(source, number, f"not CSV ({error})") from error
 
 
 def _value(text: str) -> Any:

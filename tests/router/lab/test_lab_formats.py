@@ -234,7 +234,10 @@ class TestLengths:
 
     def test_wrong_rows_are_named(self, file):
         bad = []
-        text = "Timestamp,Request tokens,Response tokens\n1,2,3\n1,2\nnow,2,3\n1,,3\n,2,3\n1,0,3\n"
+        text = (
+            "Timestamp,Request tokens,Response tokens\n1,2,3\n1,2\nnow,2,3\n1,,3\n,2,3\n1,0,3\n"
+            + "x" * 200_000
+        )
         assert len(read(file(text), bad)) == 1
         assert [(e.line, e.what) for e in bad] == [
             (3, "2 values under 3 column names"),
@@ -242,6 +245,7 @@ class TestLengths:
             (5, "no value under `request tokens`"),
             (6, "no value under `timestamp`"),
             (7, "`request tokens` must be a whole number of at least 1, not 0"),
+            (8, "not CSV (field larger than field limit (131072))"),
         ]
 
 
@@ -301,6 +305,14 @@ class TestTranscripts:
 
 class TestElements:
     """JSON that is not one object a line."""
+
+    def test_are_read_one_by_one(self, tmp_path):
+        packed = gzip.compress(json.dumps([{"prompt": "a"}] * 500_000).encode())
+        (tmp_path / "t").write_bytes(packed[:-20])
+        requests = read_trace(tmp_path / "t")
+        assert next(requests).text == "a"
+        with pytest.raises(TraceError, match="damaged gzip file"):
+            list(requests)
 
     def test_a_broken_element_does_not_take_the_others_with_it(self, file):
         bad = []
