@@ -9,7 +9,6 @@ spin while torch's work, and whose default kind ends the process when two thread
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-log = logging.getLogger(__name__)
+from kernels.code_cache import kept
 
 Worker = Callable[..., None]
 
@@ -36,16 +35,11 @@ _fork.restype = None
 def worker(function: Callable[[Any], None]) -> Worker:
     """Compile function(int64* args) and return a call of it: run(items, *args).
 
-    args[0] is the counter to `claim` items from, args[1] their number; the others follow. Compiled code is
-    kept on disk, beside the source or in the user's cache folder. Edit this file or `simd.py`, and what the
-    others compiled from them before is stale: delete kernels/__pycache__.
+    args[0] is the counter to `claim` items from, args[1] their number; the others follow.
     """
     signature = types.void(types.CPointer(types.int64))
-    try:
-        compiled = numba.cfunc(signature, cache=True, error_model="numpy")(function)
-    except RuntimeError as error:
-        log.info("no folder to keep compiled kernels in (%s): they are compiled at every start", error)
-        compiled = numba.cfunc(signature, error_model="numpy")(function)
+    with kept() as cache:
+        compiled = numba.cfunc(signature, cache=cache, error_model="numpy")(function)
     address, alone = compiled.address, compiled.ctypes
 
     def run(items: int, *args: int) -> None:

@@ -37,6 +37,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs (i, i + D / 2) of x[T, H, D], whose last dimension is contiguous, in place."""
+    cos, sin = cos.contiguous(), sin.contiguous()
     _rope(
         len(x),
         x.shape[1],
@@ -44,8 +45,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x.data_ptr(),
         x.stride(0),
         x.stride(1),
-        cos.contiguous().data_ptr(),
-        sin.contiguous().data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
     )
     return x
 

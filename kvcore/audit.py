@@ -91,6 +91,7 @@ def _check_leaves(pool: Pool) -> None:
     """Every block that can go has a valid entry in its heap, and each heap is one."""
     entries = set()
     for heap, count in enumerate(pool.habits["leaves"].tolist()):
+        assert count <= pool.heaps.shape[1], f"heap {heap}: {count} entries are more than it has room for"
         keys = pool.heaps[heap, :count][["level", "rank"]].tolist()
         for i in range(1, count):
             assert keys[(i - 1) // 2] <= keys[i], f"entry {i} of heap {heap} is before its parent"

@@ -93,12 +93,16 @@ class Pool(NamedTuple):
         return sum(array.nbytes for array in self)
 
 
-def make_pool(num_blocks: int, block_size: int, slots: np.ndarray, policy: int, now: float) -> Pool:
-    """A pool whose blocks are all free, with an empty hash table. Raises `InvalidRequest` for wrong sizes."""
+def check_sizes(num_blocks: int, block_size: int) -> None:
+    """Raise `InvalidRequest` for a pool that there cannot be."""
     if not 1 <= num_blocks < 1 << 30:
         raise InvalidRequest(f"num_blocks must be 1..2^30-1, not {num_blocks}")
     if block_size < 1:
         raise InvalidRequest(f"block_size must be at least 1, not {block_size}")
+
+
+def make_pool(num_blocks: int, block_size: int, slots: np.ndarray, policy: int, now: float) -> Pool:
+    """A pool of checked sizes whose blocks are all free, with an empty hash table."""
     blocks, state = np.zeros(num_blocks, BLOCK), np.zeros(1, STATE)
     blocks["left"][:-1] = np.arange(1, num_blocks)
     blocks["left"][-1] = -1

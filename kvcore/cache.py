@@ -266,7 +266,8 @@ class PrefixCache:
 
     def _checked(self, hashes: Hashes, tokens: Tokens) -> Hashes:
         full = len(tokens) // self.block_size
-        if hashes.dtype != np.uint64 or hashes.ndim != 1 or len(hashes) < full:
+        known = isinstance(hashes, np.ndarray) and hashes.dtype == np.uint64 and hashes.ndim == 1
+        if not known or len(hashes) < full:
             raise InvalidRequest(f"hashes must be uint64[at least {full}]")
         return plain(hashes[:full])
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from kvcore import habits, index, tree
-from kvcore.blocks import CACHED, CLASSES, PRIVATE, Pool
+from kvcore.blocks import CACHED, CLASSES, PRIVATE, BlockIds, Pool
 from kvcore.jit import jit
 
 LRU, REUSE, LFU, FIFO = range(4)
@@ -106,6 +106,14 @@ def push(pool: Pool, block: int) -> None:
     while at > 0 and _precedes(entries[at], entries[(at - 1) // 2]):
         _swap(entries[at], entries[(at - 1) // 2])
         at = (at - 1) // 2
+
+
+@jit
+def push_leaves(pool: Pool, table: BlockIds) -> None:
+    """Enter those of a table that are leaves, each one's level being what it is now."""
+    for i in range(len(table)):
+        if is_leaf(pool, np.int64(table[i])):
+            push(pool, np.int64(table[i]))
 
 
 @jit

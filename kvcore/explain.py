@@ -58,9 +58,9 @@ def explain(
     evicted_at = habits.evicted_at(pool, hashes[depth])
     if evicted_at > 0:
         return because("evicted", max(round(state.tick() - evicted_at, 3), 0.0))
-    for digest, other in state.spaces:
-        if other != space:
-            key = hasher.block_hashes(tokens[:end], size, hasher.root_of(digest))[-1]
-            if index.find(pool, key) >= 0:
-                return because("namespace")
+    chain = hasher.chain(size, 0)
+    chain.extend(tokens[:end])
+    roots = [hasher.root_of(digest) for digest, other in state.spaces if other != space]
+    if any(index.find(pool, key) >= 0 for key in chain.last_below(np.array(roots, dtype=np.uint64))):
+        return because("namespace")
     return because("differs" if common else "unseen")

@@ -154,6 +154,15 @@ class PrefixChain:
         _finish(hashes, self._root, self._mask)
         return hashes
 
+    def last_below(self, roots: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """The hash that the last block has in the chains of other roots: uint64[n] -> uint64[n].
+
+        What comes before the root in a hash is the same for all, so a long prefix is hashed once.
+        """
+        hashes = roots + self._sum
+        _finish(hashes, np.uint64(0), self._mask)
+        return hashes
+
 
 @jit
 def mix(z: np.uint64) -> np.uint64:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore import eviction, holding
-from kvcore.blocks import CACHED, DEAD, BlockIds, make_pool
+from kvcore.blocks import CACHED, DEAD, BlockIds, check_sizes, make_pool
 from kvcore.errors import InvalidRequest, OutOfBlocks
 from kvcore.events import EventLog
 from kvcore.index import make_slots
@@ -36,6 +36,7 @@ class Occupancy:
             raise InvalidRequest(f"unknown eviction policy {policy!r}; known: {known}")
         self._clock = clock
         self._now = clock()
+        check_sizes(num_blocks, block_size)
         slots = make_slots(num_blocks)
         self.pool = make_pool(num_blocks, block_size, slots, eviction.POLICIES[policy], self._now)
         self.spaces = Spaces()
@@ -197,6 +198,8 @@ class Occupancy:
         self.pool = self._retentions.expire(self.pool, now)
         short = max(len(table) - int(self.pool.state["free"][0]), 0)
         evicted = np.empty(short, dtype=np.uint64)
+        if short:  # each may make its parent a leaf, in another heap than its own
+            self.pool = eviction.roomy(self.pool, short)
         holding.take(self.pool, table, now, evicted)
         table.sort()  # neighbours in the pool stay neighbours in the sequence: attention reads them faster
         if short:

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from kvcore.blocks import CACHED, DEFAULT_LEVEL, BlockIds, Pool
 from kvcore.errors import InvalidRequest
-from kvcore.eviction import is_leaf, push, roomy
+from kvcore.eviction import push_leaves, roomy
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Retention:
 
     `level` is 0..100, higher is kept longer. The duration in seconds (None: for ever) counts from when a
     block is stored or hit; after it the block has the default level again. Raises `InvalidRequest` for a
-    reversed or empty range or a value out of range.
+    reversed or empty range or a value of a wrong type or out of range.
     """
 
     start: int
@@ -30,12 +32,25 @@ class Retention:
     duration_s: float | None = None
 
     def __post_init__(self) -> None:
+        for name, value in (("start", self.start), ("end", self.end), ("level", self.level)):
+            if not isinstance(value, int | np.integer) and not (name == "end" and value is None):
+                raise InvalidRequest(f"retention {name} must be an integer, not {value!r}")
         if self.start < 0 or (self.end is not None and self.end <= self.start):
             raise InvalidRequest(f"retention range {self.start}..{self.end} is empty, reversed or negative")
         if not 0 <= self.level <= 100:
             raise InvalidRequest(f"retention level must be 0..100, not {self.level}")
-        if self.duration_s is not None and not self.duration_s > 0:
+        if self.duration_s is not None and not _seconds(self.duration_s) > 0:
             raise InvalidRequest(f"retention duration must be positive, not {self.duration_s}")
+
+
+def _seconds(duration: float) -> float:
+    """A duration as it will be added to the time. Raises `InvalidRequest` for what is no such number."""
+    if not isinstance(duration, int | float | np.integer | np.floating):
+        raise InvalidRequest(f"retention duration must be a number, not {duration!r}")
+    try:
+        return float(duration)
+    except OverflowError:
+        raise InvalidRequest("retention duration is too long to be a number of seconds") from None
 
 
 def in_order(ranges: Sequence[Retention]) -> tuple[Retention, ...]:
@@ -67,17 +82,19 @@ class Retentions:
 
     def expire(self, pool: Pool, now: float) -> Pool:
         """Give blocks whose time is over the default level; returns the pool, maybe with larger heaps."""
+        due: dict[int, int] = {}  # block: hash of the content that the time was meant for
         while self._line and self._line[0][0] <= now:
             deadline, block = heapq.heappop(self._line)
-            if self._deadlines.get(block, (None, 0))[0] != deadline:
-                continue  # another deadline was set since
-            key = self._deadlines.pop(block)[1]
-            facts = pool.blocks[block]
-            if facts["state"] == CACHED and int(facts["hash"]) == key:
-                facts["level"] = DEFAULT_LEVEL
-                pool = roomy(pool, 1)
-                if is_leaf(pool, block):
-                    push(pool, block)
+            if self._deadlines.get(block, (None, 0))[0] == deadline:  # no other was set since
+                due[block] = self._deadlines.pop(block)[1]
+        if not due:
+            return pool
+        blocks, keys = np.array(list(due), np.int32), np.array(list(due.values()), np.uint64)
+        facts = pool.blocks[blocks]
+        blocks = blocks[(facts["state"] == CACHED) & (facts["hash"] == keys)]
+        pool.blocks["level"][blocks] = DEFAULT_LEVEL
+        pool = roomy(pool, len(blocks))
+        push_leaves(pool, blocks)
         return pool
 
     def _set_deadline(self, pool: Pool, block: int, deadline: float | None) -> None:

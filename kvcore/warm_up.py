@@ -30,5 +30,6 @@ def warm_up() -> None:
         cache.release(lease)
     cache.probe(tokens, space)
     cache.explain(tokens, space)
+    cache.stats()
     cache.snapshot()
     cache.clear()

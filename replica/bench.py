@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -17,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from replica.bench_drafts import measure_drafts
+from replica.bench_json import check_json, deliver_json
 from replica.build import build_engine
 from replica.config import EngineConfig
 from replica.engine import Engine
@@ -48,8 +47,7 @@ def engine(
     ] = None,
 ) -> None:
     """Send prompts twice to one engine, then decode batches of 1 and 8; prints medians."""
-    if json_file not in (None, "-") and not Path(str(json_file)).absolute().parent.is_dir():
-        raise typer.BadParameter(f"no such folder: {json_file}", param_hint="--json")
+    check_json(json_file)
     if threads is not None:
         torch.set_num_threads(threads)
     try:
@@ -61,12 +59,7 @@ def engine(
         raise typer.Exit(1) from error
     # With JSON on stdout, everything for the eye goes to stderr, so that stdout can be parsed whole.
     Console(file=sys.stderr if json_file == "-" else sys.stdout).print(_table(figures))
-    line = json.dumps(figures)
-    if json_file == "-":
-        print(line, flush=True)
-    elif json_file is not None:
-        with open(json_file, "w", encoding="utf-8") as file:
-            file.write(line + "\n")
+    deliver_json(figures, json_file)
 
 
 def measure(model: str, prompt_tokens: int, repeats: int) -> dict[str, Any]:

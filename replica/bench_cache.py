@@ -9,14 +9,12 @@ The clock is the CPU time of the thread: nothing here waits, and what else runs 
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import sys
 import tracemalloc
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from statistics import fmean, median
 from time import thread_time_ns
 from typing import Annotated, Any, NamedTuple
@@ -26,6 +24,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from replica.bench_json import check_json, deliver_json
 from replica.bench_peers import VLLM, SGLang, Subject, Warmroute
 from replica.bench_streams import Ask, mixed, multi_turn
 
@@ -51,7 +50,9 @@ class Times(NamedTuple):
 
 
 def kvcore(
-    num_blocks: Annotated[int, typer.Option(min=2048, help="Blocks of 16 tokens in the pool.")] = 100_000,
+    num_blocks: Annotated[
+        int, typer.Option(min=2048, max=(1 << 30) - 1, help="Blocks of 16 tokens in the pool.")
+    ] = 100_000,
     requests: Annotated[int, typer.Option(min=5, help="Timed requests per cache and workload.")] = 500,
     longest: Annotated[
         int, typer.Option(min=2048, help="Longest prompt of the growth with length.")
@@ -62,16 +63,14 @@ def kvcore(
     ] = None,
 ) -> None:
     """One request cycle of the prefix cache: medians, growth with the prompt, memory; beside its peers."""
-    if json_file not in (None, "-") and not Path(str(json_file)).absolute().parent.is_dir():
-        raise typer.BadParameter(f"no such folder: {json_file}", param_hint="--json")
+    check_json(json_file)
+    if longest > num_blocks * BLOCK_SIZE:
+        message = f"a prompt of {longest} tokens does not fit into {num_blocks} blocks of {BLOCK_SIZE}"
+        raise typer.BadParameter(message, param_hint="--longest")
     figures, table = measure(num_blocks, requests, longest, peers)
     # With JSON on stdout, everything for the eye goes to stderr, so that stdout can be parsed whole.
     Console(file=sys.stderr if json_file == "-" else sys.stdout).print(table)
-    line = json.dumps(figures)
-    if json_file == "-":
-        print(line, flush=True)
-    elif json_file is not None:
-        Path(json_file).write_text(line + "\n", encoding="utf-8")
+    deliver_json(figures, json_file)
 
 
 def measure(num_blocks: int, requests: int, longest: int, peers: bool) -> tuple[dict[str, float], Table]:

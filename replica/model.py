@@ -224,6 +224,9 @@ class _Loader:
             raise CorruptModel(
                 f"tensor {name!r} has shape {tuple(found.shape)}, the configuration says {shape}"
             )
+        parts = (found.scale, found.offset) if isinstance(found, GroupedWeight) else (found,)
+        if not all(bool(torch.isfinite(limit)) for part in parts for limit in part.aminmax()):
+            raise CorruptModel(f"tensor {name!r} holds NaN or infinite numbers")
         return found
 
     def fused(self, names: list[str], outs: list[int], fan_in: int) -> ops.Linear:

@@ -240,8 +240,11 @@ def route(
     ] = None,
 ) -> None:
     """Time a routing decision: hash, match, rank and reserve."""
-    if json_path not in (None, "-") and not Path(str(json_path)).absolute().parent.is_dir():
-        raise typer.BadParameter(f"no such folder: {json_path}", param_hint="--json")
+    if json_path not in (None, "-"):
+        path = Path(str(json_path)).absolute()
+        if path.is_dir() or not path.parent.is_dir():
+            what = "is a folder" if path.is_dir() else "no such folder"
+            raise typer.BadParameter(f"{json_path}: {what}", param_hint="--json")
     result = run_bench(RouteBench(replicas, tokens, blocks, block_size, decisions, seed))
     _print_table(result, Console(stderr=json_path == "-"))
     line = json.dumps(asdict(result))

@@ -1,10 +1,10 @@
 """One cache for a whole fleet: what a trace's hit rate is when all replicas' blocks are one pool.
 
 The real `PrefixCache` sees one request after the other at the times of the trace, under a virtual clock;
-answers are not counted. Beside the policies stand two bounds: a cache that never forgets, and one of the same
-size that knows the future and always evicts the block whose next use is farthest (Belady, 1966). A block's
-next use is never later than its children's, so the farthest one is a leaf, and the bound is that of a prefix
-cache too.
+answers are not counted, nor are hits on parts of a block, which the bounds do not know either. Beside the
+policies stand two bounds: a cache that never forgets, and one of the same size that knows the future and
+always evicts the block whose next use is farthest (Belady, 1966). A block's next use is never later than its
+children's, so the farthest one is a leaf, and the bound is that of a prefix cache too.
 """
 
 import heapq
@@ -86,7 +86,7 @@ def simulate_policy(prompts: Prompts, options: PooledOptions, policy: str) -> di
             hits.append(0)  # no such cache could serve it
             continue
         lease = cache.claim(np.append(tokens, np.int32(-1 - number)), _SPACE)
-        hits.append(lease.cached_tokens)
+        hits.append(lease.cached_tokens // options.block_size * options.block_size)
         cache.commit(lease, len(tokens))
         cache.release(lease)
     return {"hit_rate": prompts.rate(hits), "wall_seconds": round(time.perf_counter() - started, 3)}

@@ -1,8 +1,10 @@
-"""`warmroute simulate`: hit rates of a trace without a cluster."""
+"""`warmroute simulate`: hit rates and latencies of a trace on a fleet that one need not own."""
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -10,49 +12,129 @@ from kvcore.errors import InvalidRequest
 from router.lab.commands import check_writable, deliver, read_requests, tell_skipped
 from router.lab.errors import OptionError
 from router.lab.pooled import PooledOptions, Prompts, infinite, optimum, simulate_policy
+from router.lab.record import Request
 from router.lab.rows import TraceOptions
+from router.lab.sim.fleet import Fleet, FleetConfig
+from router.lab.sim.timing import Timing
 
 
 def simulate(
     trace: Annotated[str, typer.Argument(help="A trace file with hash ids or token ids, plain or gzip.")],
-    pooled: Annotated[bool, typer.Option("--pooled", help="One cache for the whole fleet.")] = False,
-    blocks: Annotated[int, typer.Option(help="Blocks of the pool.")] = 16_000,
+    replicas: Annotated[int, typer.Option(help="Replicas of the fleet.")] = 8,
+    blocks: Annotated[
+        int, typer.Option(help="KV blocks of each replica (of the pool with --pooled).")
+    ] = 2000,
     block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 512,
-    policy: Annotated[str, typer.Option(help="Eviction policies, separated by commas.")] = "lru,reuse",
-    speed: Annotated[float, typer.Option(help="Arrivals, this much faster.")] = 1.0,
-    round_up: Annotated[
-        bool, typer.Option("--round-up", help="Count the last part of a prompt as a block.")
+    policy: Annotated[str | None, typer.Option(help="Policies to compare, separated by commas.")] = None,
+    speed: Annotated[str, typer.Option(help="Arrivals, this many times as fast; several with commas.")] = "1",
+    timing: Annotated[str, typer.Option(help="Step times: GPU-model[-tpN], such as h100-8b.")] = "h100-8b",
+    routers: Annotated[int, typer.Option(help="Routers in front of the fleet.")] = 1,
+    event_delay: Annotated[float, typer.Option(help="Seconds until routers hear of a replica.")] = 0.01,
+    eviction: Annotated[str, typer.Option(help="Eviction policy of the replicas' caches.")] = "reuse",
+    slow: Annotated[float, typer.Option(help="Share of the replicas that are half as fast.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of all chance.")] = 0,
+    pooled: Annotated[
+        bool, typer.Option("--pooled", help="One cache for all, no fleet: --policy names eviction policies.")
     ] = False,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many requests.")] = None,
+    round_up: Annotated[
+        bool, typer.Option("--round-up", help="With --pooled: the last part of a prompt is a block too.")
+    ] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.")] = None,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave broken lines out.")] = False,
     json_file: Annotated[str | None, typer.Option("--json", help="Write JSON here (- for stdout).")] = None,
 ) -> None:
-    """Hit rates of a trace's prompts in one pool of blocks, by eviction policy, beside two bounds."""
-    if not pooled:
-        raise OptionError("only pooled simulations are offered so far: add --pooled")
+    """Run a trace on a simulated fleet, once per routing policy: real placement and real prefix caches, and a
+    model of how long steps take. With --pooled: eviction policies in one pool of blocks."""
     check_writable(json_file)
-    options = PooledOptions(blocks, block_size, speed, round_up)
+    speeds = _numbers(speed)
     requests, skipped = read_requests(trace, TraceOptions(block_size=block_size), limit, skip_bad)
-    prompts = Prompts.of(requests, options)
+    console = Console(stderr=json_file == "-")
     try:
-        runs = {name: simulate_policy(prompts, options, name) for name in policy.split(",")}
-    except InvalidRequest as error:
+        if pooled:
+            names = (policy or "lru,reuse").split(",")
+            report = _pooled(requests, PooledOptions(blocks, block_size, speeds[0], round_up), names)
+            console.print(_pooled_table(report))
+        else:
+            config = FleetConfig(
+                replicas,
+                blocks,
+                block_size,
+                Timing.preset(timing),
+                routers,
+                event_delay,
+                eviction,
+                seed,
+                slow,
+            )
+            names = (policy or "cache_aware,least_load,round_robin").split(",")
+            report = _fleet(requests, config, names, speeds)
+            console.print(_fleet_table(report))
+    except (InvalidRequest, MemoryError) as error:
         raise OptionError(str(error)) from error
-    bounds = {"infinite": infinite(prompts, options), "pooled_opt": optimum(prompts, options)}
-    Console(stderr=json_file == "-").print(_table(len(prompts.tokens), options, runs, bounds))
-    report = {"trace": trace, "blocks": blocks, "block_size": block_size, "bounds": bounds, "pooled": runs}
-    deliver(report, json_file)
+    deliver({"trace": trace, **report}, json_file)
     tell_skipped(skipped)
 
 
-def _table(
-    requests: int, options: PooledOptions, runs: dict[str, dict[str, float]], bounds: dict[str, float]
-) -> Table:
-    table = Table("policy", title=f"{requests:,} requests, {options.blocks:,} blocks of {options.block_size}")
+def _numbers(text: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise OptionError(f"--speed takes numbers separated by commas, not {text!r}") from None
+    if not all(0 < number < float("inf") for number in numbers):
+        raise OptionError("speeds must be positive")
+    return numbers
+
+
+def _pooled(requests: Sequence[Request], options: PooledOptions, names: Sequence[str]) -> dict[str, Any]:
+    prompts = Prompts.of(requests, options)
+    runs = {name: simulate_policy(prompts, options, name) for name in names}
+    bounds = {"infinite": infinite(prompts, options), "pooled_opt": optimum(prompts, options)}
+    return {"blocks": options.blocks, "block_size": options.block_size, "bounds": bounds, "pooled": runs}
+
+
+def _fleet(
+    requests: Sequence[Request], config: FleetConfig, names: Sequence[str], speeds: Sequence[float]
+) -> dict[str, Any]:
+    fleets = [(Fleet(config, name), speed) for speed in speeds for name in names]  # all names are checked now
+    pool = PooledOptions(config.replicas * config.blocks, config.block_size)
+    prompts = Prompts.of(requests, pool)
+    bounds = {
+        "infinite": infinite(prompts, pool),
+        "pooled_lru": simulate_policy(prompts, pool, "lru")["hit_rate"],
+        "pooled_opt": optimum(prompts, pool),
+    }
+    runs = [{**fleet.run(requests, speed).as_json(), "speed": speed} for fleet, speed in fleets]
+    return {"bounds": bounds, "runs": runs}
+
+
+def _pooled_table(report: dict[str, Any]) -> Table:
+    table = Table("policy", title=f"One pool of {report['blocks']:,} blocks of {report['block_size']} tokens")
     table.add_column("hit rate", justify="right")
-    for name, run in runs.items():
+    for name, run in report["pooled"].items():
         table.add_row(name, f"{run['hit_rate']:.2%}")
     table.add_section()
-    table.add_row("offline optimum", f"{bounds['pooled_opt']:.2%}")
-    table.add_row("never forgets", f"{bounds['infinite']:.2%}")
+    table.add_row("offline optimum", f"{report['bounds']['pooled_opt']:.2%}")
+    table.add_row("never forgets", f"{report['bounds']['infinite']:.2%}")
     return table
+
+
+def _fleet_table(report: dict[str, Any]) -> Table:
+    """A row per run; fits 80 columns."""
+    bounds = report["bounds"]
+    caption = f"one pool, LRU {bounds['pooled_lru']:.1%}; optimum {bounds['pooled_opt']:.1%}"
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.caption = f"{caption}; never forgetting {bounds['infinite']:.1%}"
+    table.add_column("policy", no_wrap=True)
+    for name in ("speed", "hit", "TTFT ms", "p50", "p99", "TPOT", "E2E s", "imbal.", "decide"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for run in report["runs"]:
+        ttft = run["ttft_ms"]
+        cells = [_cell(value) for value in (ttft["mean"], ttft["p50"], ttft["p99"], run["tpot_ms"]["mean"])]
+        cells.append(_cell(run["e2e_ms"]["mean"], 1000, 1))
+        last = (f"{run['imbalance']:.2f}", f"{run['decide_us']:.0f} µs")
+        table.add_row(run["policy"], f"{run['speed']:g}", f"{run['hit_rate']:.1%}", *cells, *last)
+    return table
+
+
+def _cell(value: float | None, unit: float = 1, digits: int = 0) -> str:
+    return "-" if value is None else f"{value / unit:,.{digits}f}"

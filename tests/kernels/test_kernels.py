@@ -208,6 +208,12 @@ def test_rope_turns_pairs_by_the_angle_and_reads_slices(fast):
     assert torch.equal(mine[:, 3:], rest)
 
 
+@FAST
+def test_rope_reads_tables_with_any_strides(fast):
+    x, angle = normal(64, 2, 16), torch.rand(8, 64, generator=torch.Generator().manual_seed(1)).T
+    close(fast.rope(x.float(), angle.cos(), angle.sin()), reference.rope(x, angle.cos(), angle.sin()))
+
+
 @pytest.mark.parametrize("kernels", [reference, cpu, cpu_torch])
 def test_kv_write_touches_only_its_slots(kernels):
     k_cache = torch.full((3, 4, 2, 5), float("nan"))

@@ -158,6 +158,13 @@ def test_an_abort_in_the_middle_leaves_what_was_committed(cache, ns):
     assert cache.probe(span(0, 13), ns) == 8
 
 
+@pytest.mark.parametrize("hashes", [[1, 2], np.zeros(2), np.zeros((2, 2), np.uint64), np.zeros(1, np.uint64)])
+def test_hashes_of_a_wrong_kind_are_refused(cache, ns, hashes):
+    with pytest.raises(InvalidRequest, match="uint64"):
+        cache.claim(span(0, 9), ns, hashes=hashes)
+    assert cache.stats().leases == 0
+
+
 def test_commit_refuses_what_cannot_be(cache, ns):
     lease = cache.claim(span(0, 8), ns)
     cache.commit(lease, 4)
@@ -324,7 +331,17 @@ def test_clear_of_an_unknown_namespace(cache, ns):
 # --- Construction, memory, check ---
 
 
-@pytest.mark.parametrize("options", [{"num_blocks": 0}, {"block_size": 0}, {"policy": "magic"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_blocks": 0},
+        {"num_blocks": -100},
+        {"num_blocks": 10**20},
+        {"block_size": 0},
+        {"block_size": -1},
+        {"policy": "magic"},
+    ],
+)
 def test_wrong_configurations_are_refused(make_cache, options):
     with pytest.raises(InvalidRequest):
         make_cache(**options)

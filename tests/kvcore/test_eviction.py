@@ -95,3 +95,24 @@ def test_the_heap_grows_only_when_leaves_need_it(make_cache):
     larger = eviction.roomy(pool, 200)
     assert larger.heaps.shape[1] >= 210 and larger.habits["leaves"][0] == 10
     assert drain(larger) == list(range(10))
+
+
+def test_a_full_heap_grows_before_an_eviction_enters_a_parent(make_cache, ns, run):
+    cache = make_cache(num_blocks=200)
+    for last in range(3):
+        run(cache, [1] * 4 + [last], ns)  # a parent used three times
+    run(cache, [1] * 4 + [2] * 4, ns)  # its child, used once, goes first
+    for head in (3, 4):
+        for _ in range(3):
+            run(cache, [head] * 5, ns)
+    leases, free = [], cache.stats().free  # the look for the next victim drops the parent's stale entry
+    for filled in range(cache._state.pool.habits["leaves"][2], cache._state.pool.heaps.shape[1]):
+        assert cache._state.pool.habits["leaves"][2] == filled
+        leases.append(cache.claim([4, 4, 4, 9], ns))  # three tokens are copied from a leaf of the third heap
+        cache.commit(leases[-1], 3)
+    leases.append(cache.claim(range(100, 100 + 4 * (free - len(leases) + 1)), ns))
+    assert cache.stats().evictions == 1
+    cache.check()
+    for lease in leases:
+        cache.release(lease)
+    cache.check()

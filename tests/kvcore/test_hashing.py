@@ -66,6 +66,17 @@ def test_a_chain_extended_in_parts_equals_one_pass(first, second):
     assert np.array_equal(np.concatenate(parts), hasher.block_hashes(tokens, 3, root))
 
 
+@pytest.mark.parametrize("bits", [64, 7])
+def test_the_last_hash_below_other_roots(bits):
+    hasher, tokens = PrefixHasher(b"s", bits), np.arange(15, dtype=np.int32)
+    roots = [hasher.root(Namespace("m", salt=salt)) for salt in range(5)]
+    chain = hasher.chain(3, hasher.root(NS))
+    chain.extend(tokens)
+    expected = [hasher.block_hashes(tokens, 3, root)[-1] for root in roots]
+    assert chain.last_below(np.array(roots, dtype=np.uint64)).tolist() == expected
+    assert chain.last_below(np.array([], dtype=np.uint64)).tolist() == []
+
+
 def test_shape_and_dtype():
     hasher = PrefixHasher(b"s")
     hashes = hasher.block_hashes(np.arange(11, dtype=np.int32), 4, hasher.root(NS))

@@ -168,6 +168,9 @@ def test_deadlines_that_are_replaced_do_not_pile_up(make_cache, ns, run, clock):
 
 WRONG = [(-1, 4, 50), (4, 4, 50), (5, 4, 50), (0, 4, 101), (0, 4, -1)]
 WRONG += [(0, 4, 50, 0.0), (0, 4, 50, -1.0), (0, None, 50, math.nan)]
+# What would fail amid a claim, when blocks are held already.
+WRONG += [(0.5, None, 50), (0, 4.5, 50), (0, 4, 50.5), (None, 4, 50), ("0", 4, 50), (0, 4, None)]
+WRONG += [(0, 4, 50, "1"), (0, 4, 50, 10**400)]
 
 
 @pytest.mark.parametrize("wrong", WRONG)

@@ -100,3 +100,14 @@ def test_a_peer_that_cannot_be_imported_is_left_out_and_said_so(monkeypatch, cap
     assert list(figures) == KEYS
     left_out = ["SGLang", "SGLang with events", "vLLM"] * 2
     assert [record.message.split(" is not measured")[0] for record in caplog.records] == left_out
+
+
+def test_what_cannot_be_measured_or_kept_is_refused_before_the_measurement(tmp_path):
+    for arguments, complaint in (
+        (("--longest", "32769"), "does not fit"),
+        (("--json", str(tmp_path)), "is a folder"),
+        (("--json", str(tmp_path / "no" / "x.json")), "no such folder"),
+        (("--num-blocks", str(1 << 30)), "--num-blocks"),
+    ):
+        result = command(*arguments)
+        assert result.exit_code == 2 and complaint in " ".join(result.stderr.replace("│", "").split())

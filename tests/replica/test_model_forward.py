@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.grouped import GroupedWeight
 from replica.batch import ForwardBatch
 from replica.errors import CorruptModel
 from replica.model import Model
@@ -175,3 +176,18 @@ def test_missing_and_misshapen_tensors_are_named():
         Model(tiny_config(), Without(name), torch.float32, torch.device("cpu"))
     with pytest.raises(CorruptModel, match=r"up_proj.*\(3, 64\).*\(128, 64\)"):
         Model(tiny_config(), Without(name, torch.zeros(3, 64)), torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_no_numbers_are_named(number):
+    name = "model.layers.1.mlp.up_proj.weight"
+    damaged = torch.zeros(128, 64)
+    damaged[100, 7] = number
+    codes, plain = torch.zeros(128, 64, dtype=torch.uint8), torch.zeros(128, 2)
+    for scale, offset in ((damaged[:, 6:8], plain), (plain, damaged[:, 6:8])):
+        source = Without(name)
+        source.grouped = {name: GroupedWeight(codes, scale, offset, 4)}.get
+        with pytest.raises(CorruptModel, match=f"'{name}' holds NaN or infinite numbers"):
+            Model(tiny_config(), source, torch.float32, torch.device("cpu"))
+    with pytest.raises(CorruptModel, match=f"'{name}' holds NaN or infinite numbers"):
+        Model(tiny_config(), Without(name, damaged), torch.float32, torch.device("cpu"))

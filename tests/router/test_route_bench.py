@@ -39,6 +39,12 @@ def test_json_into_a_file_and_last_on_stdout_without_one(tmp_path):
     assert set(json.loads(run().stdout.splitlines()[-1])) == KEYS
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_the_measurement(tmp_path):
+    for path, complaint in ((tmp_path, "is a folder"), (tmp_path / "no" / "x.json", "no such folder")):
+        result = run("--json", str(path))
+        assert result.exit_code == 2 and complaint in " ".join(result.stderr.replace("│", "").split())
+
+
 def test_the_benchmark_knows_what_its_replicas_hold():
     fleet = _Fleet(RouteBench(replicas=7, tokens=640, blocks=3000, decisions=1))
     match = fleet.placement.fingerprints.match

@@ -1,11 +1,16 @@
 """One pool for a whole trace, in cases small enough to follow by hand."""
 
+import json
+
 import numpy as np
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from router.lab.errors import OptionError
 from router.lab.pooled import PooledOptions, Prompts, infinite, optimum, simulate_policy
 from router.lab.record import Request
+from router.lab.simulate import simulate
 
 
 def prompts(options, *rows):
@@ -45,12 +50,21 @@ def test_no_policy_beats_the_optimum_on_random_traces():
     random = np.random.default_rng(4)
     options = PooledOptions(6, 2)
     for _ in range(30):
-        rows = ["".join(random.choice(list("AB"), random.integers(1, 7))) for _ in range(40)]
+        # Small letters are half a block: hits that end within a block are no part of any figure.
+        rows = ["".join(random.choice(list("ABab"), random.integers(1, 7))) for _ in range(40)]
         trace = prompts(options, *rows)
         best = optimum(trace, options)
         assert best <= infinite(trace, options)
         for policy in ("lru", "reuse", "lfu", "fifo"):
             assert simulate_policy(trace, options, policy)["hit_rate"] <= best + 1e-12
+
+
+@pytest.mark.parametrize("policy", ["lru", "reuse"])
+def test_hits_on_a_part_of_a_block_are_not_counted(policy):
+    options = PooledOptions(8, 2)
+    trace = prompts(options, "Aba", "Abc", "Abc")
+    assert simulate_policy(trace, options, policy)["hit_rate"] == (2 + 4) / 12
+    assert optimum(trace, options) == infinite(trace, options) == (2 + 4) / 12
 
 
 def test_refusals():
@@ -60,3 +74,26 @@ def test_refusals():
         Prompts.of([Request(text="x")], PooledOptions(1, 1))
     with pytest.raises(OptionError, match="positive"):
         PooledOptions(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--blocks", "0"], "blocks, block size and speed must be positive"),
+        (["--blocks", "99999999999999999999"], "num_blocks must be 1..2^30-1"),
+        (["--policy", "lru,bogus"], "unknown eviction policy 'bogus'"),
+        (["--limit", "-1"], ""),
+        (["--limit", "0"], ""),
+    ],
+)
+def test_wrong_options_end_without_a_traceback(tmp_path, arguments, complaint):
+    trace, app = tmp_path / "trace.jsonl", typer.Typer()
+    trace.write_text(
+        json.dumps({"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}) + "\n"
+    )
+    app.command()(simulate)
+    result = CliRunner().invoke(app, [str(trace), "--pooled", *arguments])
+    if complaint:
+        assert isinstance(result.exception, OptionError) and complaint in str(result.exception)
+    else:
+        assert result.exit_code == 2 and "--limit" in result.stderr

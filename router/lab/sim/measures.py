@@ -1,0 +1,74 @@
+"""What a simulation measures: hit rate, latencies, load."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from router.lab.sim.request import SimRequest
+
+
+class Measures:
+    """Figures of one run; `as_json` has the keys that `warmroute simulate --json` documents."""
+
+    def __init__(self, policy: str, replicas: int) -> None:
+        self.policy = policy
+        self.refused = 0
+        self.per_replica: Counter[int] = Counter()
+        self._replicas = replicas
+        self.ttft_s: list[float] = []  # by the order in which requests ended
+        self._tpot: list[float] = []
+        self._e2e: list[float] = []
+        self._prompt = self._cached = 0
+        self._decide: list[float] = []
+        self._sim_s = self._wall_s = 0.0
+        self._busy: list[float] = []
+
+    def decided(self, seconds: float) -> None:
+        """A decision took so long, in real time."""
+        self._decide.append(seconds)
+
+    def add(self, request: SimRequest, now: float) -> None:
+        """A request has ended."""
+        self.per_replica[request.replica] += 1
+        self._prompt += len(request.tokens)
+        self._cached += request.cached_tokens
+        self.ttft_s.append(request.first_at - request.arrived_at)
+        self._e2e.append(now - request.arrived_at)
+        if request.answer_tokens > 1:
+            self._tpot.append((now - request.first_at) / (request.answer_tokens - 1))
+
+    def finish(self, sim_s: float, wall_s: float, busy_s: list[float]) -> None:
+        """The simulation is over."""
+        self._sim_s, self._wall_s, self._busy = sim_s, wall_s, busy_s
+
+    @property
+    def hit_rate(self) -> float:
+        """Cached over prompt tokens."""
+        return self._cached / max(self._prompt, 1)
+
+    def as_json(self) -> dict[str, Any]:
+        """One entry of `runs`."""
+        busy = np.array(self._busy)
+        return {
+            "policy": self.policy,
+            "requests": len(self.ttft_s),
+            "refused": self.refused,
+            "hit_rate": self.hit_rate,
+            "ttft_ms": _spread(self.ttft_s),
+            "tpot_ms": _spread(self._tpot),
+            "e2e_ms": _spread(self._e2e),
+            "imbalance": float(busy.max() / busy.mean()) if busy.any() else 1.0,
+            "requests_per_replica": [self.per_replica[number] for number in range(self._replicas)],
+            "sim_seconds": self._sim_s,
+            "wall_seconds": self._wall_s,
+            "decide_us": float(np.median(self._decide) * 1e6) if self._decide else 0.0,
+        }
+
+
+def _spread(seconds: list[float]) -> dict[str, float | None]:
+    if not seconds:
+        return dict.fromkeys(("mean", "p50", "p90", "p99"))
+    values = np.array(seconds) * 1000
+    spread = {f"p{q}": float(np.percentile(values, q)) for q in (50, 90, 99)}
+    return {"mean": float(values.mean()), **spread}

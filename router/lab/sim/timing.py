@@ -1,0 +1,118 @@
+"""How long an engine step takes: a roofline in four numbers.
+
+A step reads the weights once and computes its tokens, whichever takes longer; attention comes on top: prefill
+by the pairs of tokens that meet, decode by the cached tokens that are read. The presets are derived from
+public peak rates with the efficiencies below; `Timing.fitted` takes what `warmroute bench engine` measured.
+"""
+
+from dataclasses import dataclass, replace
+
+from router.lab.errors import OptionError
+
+COMPUTE_EFFICIENCY = 0.5
+"""Share of a GPU's dense bf16 peak that a prefill reaches; published prefill rates lie around it."""
+MEMORY_EFFICIENCY = 0.8
+"""Share of the peak memory bandwidth that a decode reaches."""
+LAUNCH_S = 0.002
+"""What a step costs beside arithmetic: scheduling, launches, sampling."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Peak dense bf16 flop/s, bytes/s and bytes of memory."""
+
+    flops: float
+    bandwidth: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A dense decoder: parameters, layers, query heads, KV heads, head dimension; bf16 throughout."""
+
+    params: float
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values of one token."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+
+GPUS = {
+    "a100": Gpu(312e12, 2.04e12, 80e9),
+    "h100": Gpu(989e12, 3.35e12, 80e9),
+    "h200": Gpu(989e12, 4.8e12, 141e9),
+}
+MODELS = {
+    "8b": Shape(8.03e9, 32, 32, 8, 128),
+    "70b": Shape(70.6e9, 80, 64, 8, 128),
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds: `step_s` a step at least, `weights_s` to read the weights, `token_s` a computed token,
+    `pair_s` a pair of a new and an earlier token in prefill attention, `kv_s` a token that a decode reads."""
+
+    step_s: float
+    weights_s: float
+    token_s: float
+    pair_s: float
+    kv_s: float
+    max_batch_tokens: int = 2048
+    max_num_seqs: int = 256
+
+    def prefill(self, tokens: int, pairs: float, decodes: int, context: int) -> float:
+        """Seconds of a step: prefill tokens, beside `decodes` rows with `context` cached tokens in all."""
+        work = max(self.weights_s, (tokens + decodes) * self.token_s)
+        return self.step_s + work + pairs * self.pair_s + context * self.kv_s
+
+    def decode(self, rows: int, context: int, steps: int = 1) -> float:
+        """Seconds of so many steps in a row of pure decoding, contexts growing by a token a step."""
+        once = self.step_s + max(self.weights_s, rows * self.token_s) + context * self.kv_s
+        return steps * once + rows * steps * (steps - 1) / 2 * self.kv_s
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Rate of a long prefill without attention: what a replica reports."""
+        step = self.prefill(self.max_batch_tokens, 0, 0, 0)
+        return self.max_batch_tokens / step
+
+    def slower(self, factor: float) -> "Timing":
+        """The same engine on hardware that takes `factor` times as long."""
+        names = ("step_s", "weights_s", "token_s", "pair_s", "kv_s")
+        return replace(self, **{name: getattr(self, name) * factor for name in names})
+
+    @classmethod
+    def preset(cls, name: str) -> "Timing":
+        """From "h100-8b", "h200-70b-tp4", ...; tensor parallelism divides the work, without its overheads."""
+        gpu, _, rest = name.partition("-")
+        model, _, degree = rest.partition("-tp")
+        if gpu not in GPUS or model not in MODELS or not (degree or "1").isdigit():
+            raise OptionError(
+                f"unknown timing {name!r}: GPU ({', '.join(GPUS)}) - model ({', '.join(MODELS)})"
+            )
+        return cls.of(GPUS[gpu], MODELS[model], int(degree or 1))
+
+    @classmethod
+    def of(cls, gpu: Gpu, shape: Shape, degree: int = 1) -> "Timing":
+        """From peak rates; `degree` GPUs share the work."""
+        flops, bandwidth = gpu.flops * COMPUTE_EFFICIENCY * degree, gpu.bandwidth * MEMORY_EFFICIENCY * degree
+        return cls(
+            step_s=LAUNCH_S,
+            weights_s=2 * shape.params / bandwidth,
+            token_s=2 * shape.params / flops,
+            pair_s=4 * shape.layers * shape.heads * shape.head_dim / flops,
+            kv_s=shape.kv_bytes / bandwidth,
+        )
+
+    @classmethod
+    def fitted(cls, prefill_tokens_per_s: float, decode_tokens_per_s: dict[int, float]) -> "Timing":
+        """From `warmroute bench engine`: the rate of a prefill and of decoding with 1 and more sequences."""
+        token_s = 1 / prefill_tokens_per_s
+        alone = 1 / decode_tokens_per_s[1]
+        return cls(step_s=0.0, weights_s=alone, token_s=token_s, pair_s=0.0, kv_s=0.0, max_batch_tokens=512)

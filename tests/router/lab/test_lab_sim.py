@@ -1,0 +1,162 @@
+"""Simulated fleets: exact times in small cases, nothing lost in large ones, the same result every time."""
+
+import numpy as np
+import pytest
+
+from router.lab.errors import OptionError
+from router.lab.ideal import ideal_hits
+from router.lab.record import Request
+from router.lab.sim.fleet import Fleet, FleetConfig
+from router.lab.sim.policies import BLIND, PLACED
+from router.lab.sim.timing import Timing
+
+# A step takes 1 s at least; a token 1/8 s; attention nothing, reading a cached token 1/1024 s.
+SIMPLE = Timing(0.0, 1.0, 0.125, 0.0, 2**-10, max_batch_tokens=32, max_num_seqs=4)
+
+
+def request(at, tokens, answer, session=None):
+    ids = np.arange(tokens) if isinstance(tokens, int) else np.array(tokens)
+    return Request(token_ids=ids.astype(np.int32), max_tokens=answer, timestamp_s=at, session_id=session)
+
+
+def fleet(policy="round_robin", **config):
+    options = {"replicas": 1, "blocks": 64, "block_size": 4, "timing": SIMPLE, **config}
+    return Fleet(FleetConfig(**options), policy)
+
+
+def workload(seed, count=120):
+    """Chats that grow, over a few system prompts, arriving faster than they are served."""
+    rng, chats = np.random.default_rng(seed), {}
+    for number in range(count):
+        name = str(rng.integers(12))
+        chats[name] = chats.get(name, [int(name) % 3] * 9) + rng.integers(3, 99, 7).tolist()
+        if len(chats[name]) > 60:
+            chats[name] = [int(name) % 3] * 9 + rng.integers(3, 99, 7).tolist()
+        yield request(number * 0.7, chats[name], int(rng.integers(1, 9)), name)
+
+
+def test_one_request_alone():
+    found = fleet().run([request(5.0, 24, 3)])
+    run = found.as_json()
+    prefill = 24 * 0.125
+    decodes = (1 + 24 / 1024) + (1 + 25 / 1024)
+    assert run["ttft_ms"] == dict.fromkeys(("mean", "p50", "p90", "p99"), 1000 * prefill)
+    assert run["e2e_ms"]["mean"] == pytest.approx(1000 * (prefill + decodes))
+    assert run["tpot_ms"]["mean"] == pytest.approx(1000 * decodes / 2)
+    assert (run["hit_rate"], run["requests_per_replica"], run["imbalance"]) == (0.0, [1], 1.0)
+    assert run["sim_seconds"] == pytest.approx(5 + prefill + decodes, abs=0.02)
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_hits_the_second_time():
+    found = fleet().run([request(0.0, 72, 1), request(100.0, 72, 1)]).as_json()
+    chunks = 32 * 0.125 + 32 * 0.125 + 1.0  # the last 8 tokens take the least that a step takes
+    assert found["ttft_ms"]["mean"] == 1000 * (chunks + 1.0) / 2
+    assert found["hit_rate"] == 71 / 144
+
+
+def test_an_arrival_interrupts_a_run_of_decoding_at_the_next_step():
+    first, second = request(0.0, 8, 100), request(10.5, 8, 1)
+    run = fleet().run([first, second])
+    # The first token comes at 1.0; then steps of 1 s and 1/1024 s for each cached token, from 8 on.
+    times, now, context = [], 1.0, 8
+    while now < 10.5:
+        now, context = now + 1 + context / 1024, context + 1
+        times.append(now)
+    # Its hit leaves one token to compute, beside one decode.
+    assert run.ttft_s == pytest.approx([now + 1 + context / 1024 - 10.5, 1.0])
+
+
+def test_decoding_many_steps_at_once_takes_as_long_as_one_by_one():
+    together = SIMPLE.decode(3, 50, 7)
+    assert together == pytest.approx(sum(SIMPLE.decode(3, 50 + 3 * step) for step in range(7)))
+
+
+@pytest.mark.parametrize("policy", [*PLACED, *BLIND])
+def test_everybody_is_served_and_everything_is_free_at_the_end(policy):
+    requests = list(workload(3))
+    one = fleet(policy, replicas=3, blocks=40)
+    run = one.run(requests).as_json()
+    assert (run["requests"], run["refused"]) == (len(requests), 0)
+    assert sum(run["requests_per_replica"]) == len(requests)
+    for replica in one.replicas:
+        replica.cache.check()
+        stats = replica.cache.stats()
+        assert stats.free + stats.cached == 40 and stats.leases == 0
+    again = fleet(policy, replicas=3, blocks=40).run(requests).as_json()
+    for timed in ("wall_seconds", "decide_us"):
+        del run[timed], again[timed]
+    assert run == again, "deterministic"
+
+
+def test_a_large_cache_hits_what_is_ideal():
+    requests = list(workload(4))
+    run = fleet(blocks=4000).run([request(1000.0 * i, r.known_tokens(), 1) for i, r in enumerate(requests)])
+    ideal = sum(ideal_hits([r.known_tokens() for r in requests])) / sum(
+        len(r.known_tokens()) for r in requests
+    )
+    # The last, partial block of a prompt is not published.
+    assert ideal - 0.06 < run.hit_rate <= ideal
+
+
+def test_cache_aware_beats_the_others_where_prefixes_repeat():
+    requests = list(workload(5, 400))
+    rates = {name: fleet(name, replicas=4, blocks=40).run(requests).hit_rate for name in PLACED}
+    assert rates["cache_aware"] > max(rates["least_load"], rates["round_robin"]) + 0.04
+
+
+def test_a_session_stays_with_its_replica():
+    requests = [request(float(i), [i % 5, i, i + 1], 1, str(i % 5)) for i in range(50)]
+    one = fleet("session", replicas=4)
+    seen = {}
+    place = one.policy.place
+    one.policy.place = lambda sim: seen.setdefault(sim.session, set()).add(found := place(sim)) or found
+    one.run(requests)
+    assert all(len(replicas) == 1 for replicas in seen.values()) and len(seen) == 5
+
+
+def test_the_youngest_gives_way_when_blocks_run_out():
+    one = fleet(blocks=12)
+    run = one.run([request(0.0, range(16), 24), request(0.5, range(50, 66), 24)]).as_json()
+    assert run["requests"] == 2 and one.replicas[0].preemptions > 0
+
+
+def test_slow_replicas_and_late_events():
+    requests = list(workload(6))
+    fast = fleet("cache_aware", replicas=4).run(requests)
+    half = fleet("cache_aware", replicas=4, slow=0.5).run(requests)
+    assert np.mean(half.ttft_s) > np.mean(fast.ttft_s)
+    assert half.per_replica[0] + half.per_replica[1] < half.per_replica[2] + half.per_replica[3]
+    late = fleet("cache_aware", replicas=4, routers=4, event_delay_s=5.0).run(requests)
+    assert late.hit_rate <= fast.hit_rate
+
+
+def test_what_no_replica_can_hold_is_refused():
+    run = fleet(blocks=4).run([request(0.0, 17, 1), request(1.0, 15, 1)]).as_json()
+    assert (run["requests"], run["refused"]) == (1, 1)
+
+
+def test_presets_follow_from_peak_rates():
+    timing = Timing.preset("h100-8b")
+    assert timing.weights_s == 2 * 8.03e9 / (3.35e12 * 0.8)
+    assert timing.token_s == 2 * 8.03e9 / (989e12 * 0.5)
+    assert timing.kv_s == 131_072 / (3.35e12 * 0.8), "128 KiB of keys and values a token"
+    four = Timing.preset("h100-8b-tp4")
+    assert four.token_s == timing.token_s / 4 and four.step_s == timing.step_s
+    fitted = Timing.fitted(700.0, {1: 50.0})
+    assert (fitted.token_s, fitted.weights_s) == (1 / 700, 1 / 50)
+    assert timing.slower(2).decode(1, 10) == 2 * timing.decode(1, 10)
+
+
+@pytest.mark.parametrize("name", ["", "h100", "h100-9b", "tpu-8b", "h100-8b-tpx"])
+def test_unknown_timings(name):
+    with pytest.raises(OptionError, match="unknown timing"):
+        Timing.preset(name)
+
+
+def test_refusals():
+    with pytest.raises(OptionError, match="known: cache_aware"):
+        fleet("best")
+    with pytest.raises(OptionError, match="positive"):
+        FleetConfig(replicas=0)
+    with pytest.raises(OptionError, match="token ids"):
+        fleet().run([Request(text="x", timestamp_s=0.0)])
