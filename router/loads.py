@@ -28,8 +28,8 @@ DEFAULT_STEP_S = 0.01
 """Decode step time assumed until a replica has reported one."""
 
 MEASURED_TOKENS = 4096
-"""Prompt tokens that a replica must have computed before its own rate is believed. Until then its warm-up, with
-others starting on the same machine, would decide who gets work, and nothing would ever correct it."""
+"""Prompt tokens that a replica must have computed before its own rate is believed. Until then its warm-up,
+while others started on the same machine, would decide who gets work, and nothing would ever correct it."""
 
 HORIZON_TOKENS = 32
 """Output tokens over which the slower decode steps at a busy replica are counted."""
