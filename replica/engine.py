@@ -172,6 +172,7 @@ class Engine:
                 "num_blocks": stats.num_blocks,
                 "eviction_age_s": stats.eviction_age_s,
                 "prefill_tokens_per_s": self.rates.prefill_tokens_per_s,
+                "measured_tokens": self.rates.measured_tokens,
                 "decode_step_s": self.rates.decode_step_s,
                 "drafted": self.drafted,
                 "accepted": self.accepted,

@@ -21,6 +21,7 @@ class Rates:
         self._tokens = _PRIOR_TOKENS
         self._seconds = _PRIOR_TOKENS / PRIOR_TOKENS_PER_S
         self._step_s: float | None = None
+        self.measured_tokens = 0  # prompt tokens that the rate has been learnt from
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -42,5 +43,6 @@ class Rates:
         share = prefill_tokens / (prefill_tokens + decodes)
         spent = max(seconds - (self.decode_step_s if decodes else 0.0), seconds * share * 0.5, 1e-9)
         decay = 0.5 ** (prefill_tokens / _HALF_LIFE_TOKENS)
+        self.measured_tokens += prefill_tokens
         self._tokens = self._tokens * decay + prefill_tokens
         self._seconds = self._seconds * decay + spent

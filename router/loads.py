@@ -27,6 +27,10 @@ DEFAULT_TOKENS_PER_S = 1000.0
 DEFAULT_STEP_S = 0.01
 """Decode step time assumed until a replica has reported one."""
 
+MEASURED_TOKENS = 4096
+"""Prompt tokens that a replica must have computed before its own rate is believed. Until then its warm-up,
+while others started on the same machine, would decide who gets work, and nothing would ever correct it."""
+
 HORIZON_TOKENS = 32
 """Output tokens over which the slower decode steps at a busy replica are counted."""
 
@@ -130,10 +134,12 @@ class Loads:
     def _learn_speed(self, slot: int, load: Mapping[str, Any]) -> None:
         rate = load.get("prefill_tokens_per_s") or 0.0
         if rate > 0.0:
-            self._last_rate = rate
-            self.rate_known[slot] = 1.0
-            self._set_rate(slot, rate)
-            self._set_rate(self.rate_known == 0.0, rate)
+            if load.get("measured_tokens", MEASURED_TOKENS) >= MEASURED_TOKENS:
+                self.rate_known[slot] = 1.0
+                self._set_rate(slot, rate)
+            if self.rate_known[slot] or not self.rate_known.any():
+                self._last_rate = rate
+                self._set_rate(self.rate_known == 0.0, rate)
         step_s = load.get("decode_step_s") or 0.0
         if step_s > 0.0:
             self.horizon_s[slot] = HORIZON_TOKENS * step_s / max(SHARED_STEP, load.get("running", 0))

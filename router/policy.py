@@ -2,12 +2,13 @@
 
 `cache_aware` (the default) predicts for every replica, in seconds::
 
-    cost = wait / rate + BETA * miss / rate + horizon * requests
+    cost = (wait + miss) / rate + (BETA - 1) * miss / fleet's rate + horizon * requests
 
 wait: prompt tokens to be computed there first; miss: tokens of this prompt that are not cached there; rate:
 prefill tokens/s; horizon: what each request there adds to the time of the first output tokens; requests:
 those there now. Recomputed tokens weigh BETA times, because a spilled prefill is work that somebody else
-waits for, and evicts blocks that somebody else needs.
+waits for, and evicts blocks that somebody else needs; what that costs the others does not depend on whose
+speed it was done at, so the mean speed of the fleet counts there.
 
 That alone would leave peers idle beside a busy holder of a prefix, so the prefix is computed anew elsewhere
 
@@ -125,7 +126,8 @@ class CacheAware:
         """See `Policy`."""
         token_s = s.loads.token_s
         miss = s.num_tokens - s.hit_tokens
-        cost = (s.wait_tokens + BETA * miss) * token_s
+        cost = (s.wait_tokens + miss) * token_s
+        cost += (BETA - 1.0) * float(token_s[s.allowed].mean()) * miss
         cost += s.loads.horizon_s * s.requests
         cost = np.where(s.allowed, cost, np.inf)
         best = int(cost.argmin())

@@ -68,11 +68,13 @@ def _register() -> None:
     from router.cli.serve import serve
     from router.lab.commands import replay
     from router.lab.simulate import simulate
+    from router.lab.trace_commands import trace
 
     app.command()(serve)
     app.command()(demo)
     app.command()(replay)
     app.command()(simulate)
+    app.add_typer(trace, name="trace")
     app.add_typer(bench, name="bench")
     _add_plugins("warmroute.commands", app)
     _add_plugins("warmroute.bench", bench)

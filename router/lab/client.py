@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 import numpy as np
 
+from router.lab.blocks import TokenIds
 from router.lab.errors import OptionError, TargetError
-from router.lab.record import Request, TokenIds
+from router.lab.record import Request
 
 _log = logging.getLogger(__name__)
 
@@ -172,8 +173,8 @@ class Client:
 
     async def tokenize(self, request: Request, model: str) -> TokenIds | None:
         """The prompt as the endpoint tokenizes it, int32[n]; None if the endpoint cannot tell."""
-        if request.token_ids is not None:
-            return request.token_ids
+        if (known := request.known_tokens()) is not None:
+            return known
         prompt = {"prompt": request.text} if request.messages is None else _chat(request)
         body = {"model": model, **prompt}
         if request.messages is not None:
@@ -199,8 +200,8 @@ def _chat(request: Request) -> dict[str, Any]:
 
 
 def _plain(request: Request) -> str | list[int]:
-    if request.token_ids is not None:
-        return request.token_ids.tolist()
+    if (known := request.known_tokens()) is not None:
+        return known.tolist()
     assert request.text is not None
     return request.text
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from router.lab.record import TokenIds
+from router.lab.blocks import TokenIds
 
 
 @dataclass(slots=True)

@@ -8,41 +8,28 @@ the first one of the file becomes 0. `timestamp` and `session_id` are looked for
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from router.lab.errors import TraceError
-from router.lab.record import Request
-from router.lab.rows import Line, OnBad, Row, TraceOptions, refuse
+from router.lab.record import Json, Request
+from router.lab.rows import OnBad, Row, TraceOptions, counted_from_first, each, refuse
 
 
-def sniff(first: Line) -> bool:
-    """Whether the first line holds messages or a prompt."""
-    data = first.peek()
+def sniff(data: Json) -> bool:
+    """Whether the first row holds messages or a prompt."""
     body = data.get("body")
     return any(
         name in part for part in (data, body) if isinstance(part, dict) for name in ("messages", "prompt")
     )
 
 
-def read(lines: Iterator[Line], options: TraceOptions, bad: OnBad = refuse) -> Iterator[Request]:
+def read(rows: Iterator[Row], options: TraceOptions, bad: OnBad = refuse) -> Iterator[Request]:
     """The requests of the file; `options` has nothing to say about real text."""
-    origin: float | None = None
-    for line in lines:
-        try:
-            request = _request(line.row())
-        except TraceError as error:
-            bad(error)
-            continue
-        if request.timestamp_s is not None:
-            origin = request.timestamp_s if origin is None else origin
-            request = replace(request, timestamp_s=max(0.0, request.timestamp_s - origin))
-        yield request
+    return counted_from_first(each(rows, _request, bad))
 
 
 def _request(row: Row) -> Request:
     """The request as it stands, its time as the trace counts it."""
     body = row.nested("body")
-    outer = row.number("timestamp")
+    outer = row.decimal("timestamp")
     messages = body.objects("messages")
     text = token_ids = None
     if messages is not None:
@@ -59,7 +46,7 @@ def _request(row: Row) -> Request:
         token_ids=token_ids,
         tools=body.objects("tools"),
         max_tokens=_max_tokens(body),
-        timestamp_s=body.number("timestamp") if outer is None else outer,
+        timestamp_s=body.decimal("timestamp") if outer is None else outer,
         session_id=row.label("session_id") or body.label("session_id"),
     )
 

@@ -19,8 +19,9 @@ import numpy as np
 from kvcore.cache import PrefixCache
 from kvcore.hashing import PrefixHasher
 from kvcore.namespace import Namespace
+from router.lab.blocks import TokenIds
 from router.lab.errors import OptionError
-from router.lab.record import Request, TokenIds
+from router.lab.record import Request
 
 _SPACE = Namespace("pooled")
 
@@ -56,12 +57,13 @@ class Prompts:
         """From requests that bring token ids. Raises `OptionError` for others, and when there are none."""
         tokens, lengths, times = [], [], []
         for request in requests:
-            if request.token_ids is None:
+            known = request.known_tokens()
+            if known is None:
                 raise OptionError("a pooled simulation needs a trace with token ids or hash ids")
-            lengths.append(len(request.token_ids))
+            lengths.append(len(known))
             times.append((request.timestamp_s or 0.0) / options.speed)
-            spare = -len(request.token_ids) % options.block_size if options.round_up else 0
-            tokens.append(np.pad(request.token_ids, (0, spare), mode="edge"))
+            spare = -len(known) % options.block_size if options.round_up else 0
+            tokens.append(np.pad(known, (0, spare), mode="edge"))
         if not tokens:
             raise OptionError("the trace has no requests")
         return cls(tokens, lengths, times)

@@ -1,6 +1,7 @@
 """Replaying requests against an endpoint, open loop on the trace's clock or closed loop.
 
-Both loops keep the order within a session: a turn is sent only after the one before it has ended. In a closed
+Both loops keep the order within a session: a turn is sent only after the one before it has ended (in an open
+loop as long after it as the trace says, where it says so). In a closed
 loop `concurrency` requests are in flight, and the next one is always the earliest of the trace that may
 start. In an open loop every request starts at its time, whatever the endpoint does, divided by `speed`.
 
@@ -14,7 +15,6 @@ messages.
 import asyncio
 import contextlib
 import heapq
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -23,10 +23,11 @@ from itertools import islice
 
 import numpy as np
 
+from router.lab.blocks import TokenIds
 from router.lab.client import Client, Outcome, Sampling, ServedModel, Target
 from router.lab.errors import OptionError, TraceError
 from router.lab.ideal import ideal_hits
-from router.lab.record import Request, TokenIds
+from router.lab.record import Request
 from router.lab.report import Report, summarize
 
 _log = logging.getLogger(__name__)
@@ -74,10 +75,19 @@ def _check_positive(name: str, value: float | None) -> None:
 
 @dataclass(frozen=True)
 class _Plan:
-    """When each request may start, in seconds after the beginning, and how many may be in flight at once."""
+    """When each request may start, in seconds after the beginning, and how many may be in flight at once.
+
+    A turn with a `think_s` starts so long after the end of the turn before it instead.
+    """
 
     due_s: Sequence[float]
+    think_s: Sequence[float | None]
     in_flight: int | None
+
+    def due_after(self, turn: int, ended_s: float) -> float:
+        """When a turn may start whose session's last one ended at `ended_s`."""
+        think_s = self.think_s[turn]
+        return self.due_s[turn] if think_s is None else ended_s + think_s
 
 
 async def replay(
@@ -110,24 +120,33 @@ async def replay(
 
 
 def _check_clock(requests: Sequence[Request], options: ReplayOptions) -> None:
-    if options.speed is not None and any(request.timestamp_s is None for request in requests):
+    if options.speed is None:
+        return
+    later = set(_next_turns(requests).values())
+    if any(
+        request.timestamp_s is None and (request.think_s is None or index not in later)
+        for index, request in enumerate(requests)
+    ):
         raise OptionError(
             "the trace has requests without timestamps; replay it with --concurrency, not --speed"
         )
 
 
 def _plan(requests: Sequence[Request], options: ReplayOptions) -> _Plan:
-    if options.speed is None:
-        return _Plan([0.0] * len(requests), options.concurrency or _DEFAULT_CONCURRENCY)
-    return _Plan([(request.timestamp_s or 0.0) / options.speed for request in requests], None)
+    speed, count = options.speed, len(requests)
+    if speed is None:
+        return _Plan([0.0] * count, [None] * count, options.concurrency or _DEFAULT_CONCURRENCY)
+    due_s = [(request.timestamp_s or 0.0) / speed for request in requests]
+    think_s = [None if request.think_s is None else request.think_s / speed for request in requests]
+    return _Plan(due_s, think_s, None)
 
 
 def _fits(request: Request, model: ServedModel, options: ReplayOptions) -> bool:
     """Whether prompt and answer fit the context, as far as both are known before sending."""
     context = options.context_length or model.context_length
-    if request.token_ids is None or context is None:
+    if request.num_tokens is None or context is None:
         return True
-    return len(request.token_ids) + (request.max_tokens or options.sampling.max_tokens) <= context
+    return request.num_tokens + (request.max_tokens or options.sampling.max_tokens) <= context
 
 
 class _Run:
@@ -173,7 +192,9 @@ class _Run:
                     self._progress(count, len(self.requests), failed)
                     if index in self._next_turn:
                         following = self._next_turn[index]
-                        heapq.heappush(ready, (plan.due_s[following], following))
+                        heapq.heappush(
+                            ready, (plan.due_after(following, time.perf_counter() - began), following)
+                        )
                 return False
             finally:
                 await _cancel(running.values())
@@ -299,17 +320,5 @@ async def _tokens(
 
 def _stand_in(request: Request) -> TokenIds:
     """A prompt whose tokens are unknown, as its bytes, int32[n]: they share beginnings as the tokens do."""
-    if request.token_ids is not None:
-        return request.token_ids
-    text = request.text
-    if request.messages is not None:
-        parts = [*(request.tools or ()), *request.messages]
-        text = "".join(_render(part) for part in parts)
-    return np.frombuffer((text or "").encode("utf-8", "surrogatepass"), np.uint8).astype(np.int32)
-
-
-def _render(part: object) -> str:
-    """A message as most chat templates would: what is said between two marks, so that beginnings compare."""
-    if isinstance(part, dict) and isinstance(part.get("content"), str) and len(part) == 2:
-        return f"\x02{part.get('role')}\n{part['content']}\x03"
-    return f"\x02{json.dumps(part)}\x03"
+    known = request.known_tokens()
+    return np.frombuffer(request.rendered(), np.uint8).astype(np.int32) if known is None else known

@@ -11,6 +11,7 @@ from rich.table import Table
 from kvcore.errors import InvalidRequest
 from router.lab.commands import check_writable, deliver, read_requests, tell_skipped
 from router.lab.errors import OptionError
+from router.lab.modifiers import in_time_order
 from router.lab.pooled import PooledOptions, Prompts, infinite, optimum, simulate_policy
 from router.lab.record import Request
 from router.lab.rows import TraceOptions
@@ -51,7 +52,8 @@ def simulate(
     model of how long steps take. With --pooled: eviction policies in one pool of blocks."""
     check_writable(json_file)
     speeds = _numbers(speed)
-    requests, skipped = read_requests(trace, TraceOptions(block_size=block_size), limit, skip_bad)
+    requests, skipped = read_requests(trace, TraceOptions(), limit, skip_bad)
+    requests = in_time_order(requests)
     console = Console(stderr=json_file == "-")
     try:
         if pooled:

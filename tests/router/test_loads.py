@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from router.loads import Loads
+from router.loads import MEASURED_TOKENS, Loads
 
 
 class Clock:
@@ -157,3 +157,19 @@ def test_resizing_keeps_what_is_known(capacity):
     loads.resize(capacity)
     assert len(loads.rate) == len(loads.ledger.outstanding) == capacity
     assert (loads.rate[0], wait(loads, 0.0)) == (250.0, 77.0)
+
+
+def test_a_rate_from_the_warm_up_alone_is_nobodys_advantage():
+    clock, loads = one(rate=100.0)
+    loads.join("b", 1)
+    loads.join("c", 2)
+    loads.report("b", 1, report(rate=900.0, measured_tokens=256))
+    assert loads.rate[:3].tolist() == [100.0, 100.0, 100.0], "a has measured its own"
+    loads.report("b", 1, report(rate=800.0, measured_tokens=MEASURED_TOKENS))
+    assert loads.rate[:2].tolist() == [100.0, 800.0]
+    fresh = Loads(clock)
+    fresh.resize(64)
+    for slot, rate in enumerate((92.0, 152.0)):
+        fresh.join(str(slot), slot)
+        fresh.report(str(slot), slot, report(rate=rate, measured_tokens=256))
+    assert fresh.rate[0] == fresh.rate[1] == 152.0, "none has: the latest stands for all"

@@ -146,7 +146,7 @@ class Fleet:
         )
 
     def _arrive(self, request: Request) -> None:
-        tokens = request.token_ids
+        tokens = request.known_tokens()
         if tokens is None:
             raise OptionError("a simulation needs a trace with token ids or hash ids")
         if len(tokens) + (request.max_tokens or 1) > self.config.blocks * self.config.block_size:

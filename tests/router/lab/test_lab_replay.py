@@ -200,6 +200,17 @@ class TestLoops:
         ]
         assert report.duration_s >= 6.0 / 30.0
 
+    def test_a_turn_with_a_think_time_starts_that_long_after_the_one_before_it(self, endpoint):
+        turns = [
+            chat("first", timestamp_s=0.0, session_id="a"),
+            chat("second", think_s=6.0, session_id="a"),  # whenever the first ends: it needs no timestamp
+            chat("other", timestamp_s=1.0, session_id="b"),
+        ]
+        report = run(endpoint, turns, speed=30.0)
+        asked = [body["messages"][0]["content"] for body in endpoint.bodies]
+        assert asked == ["first", "other", "second"]
+        assert report.duration_s >= 6.0 / 30.0
+
     def test_open_loop_waits_for_nobody(self, endpoint):
         endpoint.fault = lambda body, number: "hang" if number < 3 else ""
         report = run_until(1, endpoint, [chat(str(n), timestamp_s=n / 1000) for n in range(4)], speed=1.0)

@@ -90,8 +90,10 @@ def test_everybody_is_served_and_everything_is_free_at_the_end(policy):
 
 def test_a_large_cache_hits_what_is_ideal():
     requests = list(workload(4))
-    run = fleet(blocks=4000).run([request(1000.0 * i, r.token_ids, 1) for i, r in enumerate(requests)])
-    ideal = sum(ideal_hits([r.token_ids for r in requests])) / sum(len(r.token_ids) for r in requests)
+    run = fleet(blocks=4000).run([request(1000.0 * i, r.known_tokens(), 1) for i, r in enumerate(requests)])
+    ideal = sum(ideal_hits([r.known_tokens() for r in requests])) / sum(
+        len(r.known_tokens()) for r in requests
+    )
     # The last, partial block of a prompt is not published.
     assert ideal - 0.06 < run.hit_rate <= ideal
 
@@ -100,6 +102,17 @@ def test_cache_aware_beats_the_others_where_prefixes_repeat():
     requests = list(workload(5, 400))
     rates = {name: fleet(name, replicas=4, blocks=40).run(requests).hit_rate for name in PLACED}
     assert rates["cache_aware"] > max(rates["least_load"], rates["round_robin"]) + 0.04
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.04, 1.08])
+def test_an_idle_fleet_of_nearly_equal_replicas_uses_all_its_caches(factor):
+    """One request at a time, prompts that fit the fleet's caches and not one replica's, three rounds."""
+    prompts = [np.arange(40) + 100 * number for number in range(24)]
+    requests = [request(100.0 * i, prompts[i % 24], 1) for i in range(72)]
+    one = fleet("cache_aware", replicas=2, blocks=160, slow=0.5, slow_factor=factor)
+    run = one.run(requests)
+    assert min(run.per_replica.values()) >= 18
+    assert run.hit_rate == pytest.approx(2 / 3 * 39 / 40)
 
 
 def test_a_session_stays_with_its_replica():
