@@ -14,7 +14,7 @@ Policies
               change all the time, so each class has a heap of its own and the best of the heads goes
     lfu       that, and a half-life for each doubling of the number of uses: frequency with decay
     fifo      time of the storing
-    priority  nothing but the priority level; within a level as lru
+    priority  another name of lru: priority levels count in every policy
 """
 
 from typing import Any

@@ -62,6 +62,8 @@ def cache_dir() -> Path:
 
 def named(name: str) -> NamedModel:
     """The model of this name. Raises `ModelNotFound` with the names there are."""
+    if name == TINY:
+        raise ModelNotFound(f"{TINY} is made on the spot: there is nothing to fetch, and no file")
     if name not in NAMED:
         raise ModelNotFound(f"no model is called {name!r}; there are: {', '.join([*NAMED, TINY])}")
     return NAMED[name]

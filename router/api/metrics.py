@@ -80,7 +80,9 @@ class Metrics(DispatchObserver):
         )
         self.aborts = Counter("warmroute_aborts", "Requests given up before their end.", registry=registry)
         self.replicas_lost = Counter(
-            "warmroute_replica_losses", "Attempts that found a replica gone.", registry=registry
+            "warmroute_replica_losses",
+            "Requests without a token yet that found their replica gone.",
+            registry=registry,
         )
         self.close_failures = Counter(
             "warmroute_close_failures", "Abandoned calls that did not end in time.", registry=registry

@@ -36,8 +36,8 @@ OVER_CONTEXT = "over_context"
 """The kind of error of requests that were too long to be sent."""
 _BEATS_IDEAL = (
     "A hit rate above the ideal: the ideal begins with an empty cache, and this endpoint had seen some of\n"
-    "these prompts before, from an earlier replay or other traffic. Without POST /tokenize the ideal is\n"
-    "also only an estimate."
+    "these prompts before, from an earlier replay or other traffic (or it has no POST /tokenize, and the\n"
+    "ideal is an estimate)."
 )
 
 
