@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from kvcore import audit, match
 from kvcore.blocks import BlockIds
@@ -25,14 +24,12 @@ from kvcore.events import EventBatch, EventLog
 from kvcore.explain import Explanation, explain
 from kvcore.hashing import PrefixHasher, as_tokens, plain
 from kvcore.lease import Lease, Prompt
+from kvcore.match import Hashes, Tokens
 from kvcore.namespace import Namespace
 from kvcore.occupancy import NO_HIT, Hit, Occupancy
 from kvcore.retention import Retention, in_order
 from kvcore.snapshot import Snapshot, take_snapshot
 from kvcore.stats import CacheStats
-
-Tokens = npt.NDArray[np.int32]
-Hashes = npt.NDArray[np.uint64]
 
 
 class PrefixCache:

@@ -44,8 +44,3 @@ class CacheStats(Counters):
     regrets: int = 0
     regret_s: float = 0.0
     block_seconds: float = 0.0
-
-    @property
-    def free_share(self) -> float:
-        """Share of blocks, 0..1, that can be taken without evicting anything."""
-        return self.free / self.num_blocks

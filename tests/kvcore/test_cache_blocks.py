@@ -232,7 +232,7 @@ def test_counters(cache, ns, run):
     stats = cache.stats()
     assert (stats.claims, stats.hit_tokens, stats.partial_hit_tokens, stats.missed_tokens) == (3, 14, 2, 10)
     assert (stats.stored, stats.evictions, stats.leases, stats.num_blocks) == (2, 0, 0, 8)
-    assert stats.free_share == 0.75
+    assert stats.free / stats.num_blocks == 0.75
 
 
 # --- Clearing ---

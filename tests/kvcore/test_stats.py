@@ -111,4 +111,4 @@ def test_what_was_evicted_and_stored_again_is_evicted_again(make_cache, ns, run,
 def test_the_share_of_free_blocks(cache, ns, run):
     run(cache, range(8), ns)
     cache.claim(span(50, 58), ns)
-    assert cache.stats().free_share == 0.5
+    assert cache.stats().free == 0.5 * cache.num_blocks
