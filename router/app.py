@@ -50,7 +50,8 @@ class Router:
         placement = Placement(config.policy, max_inflight_per_replica=config.max_inflight_per_replica)
         transport = ServeTransport(replica)
         hasher = PrefixHasher(secret)
-        hasher.block_hashes(np.zeros(1, np.int32), 1, 0)  # compiled here, not when the first request waits
+        # Compiled here, not when the first request waits, and beside the loop, which answers Serve meanwhile.
+        await asyncio.to_thread(hasher.block_hashes, np.zeros(1, np.int32), 1, 0)
         self._dispatcher = Dispatcher(
             placement,
             hasher,

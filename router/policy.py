@@ -127,7 +127,7 @@ class CacheAware:
         token_s = s.loads.token_s
         miss = s.num_tokens - s.hit_tokens
         cost = (s.wait_tokens + miss) * token_s
-        cost += (BETA - 1.0) * float(token_s[s.allowed].mean()) * miss
+        cost += (BETA - 1.0) * float(token_s @ s.allowed) / np.count_nonzero(s.allowed) * miss
         cost += s.loads.horizon_s * s.requests
         cost = np.where(s.allowed, cost, np.inf)
         best = int(cost.argmin())

@@ -1,10 +1,13 @@
 """What Ctrl-C and the signals that end us do: one line, exit status 130, and all cleaning up comes first."""
 
 import contextlib
+import logging
 import signal
 from collections.abc import Callable, Iterator
 
 import typer
+
+logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INTERRUPTED = 130
@@ -53,10 +56,12 @@ def interruptible() -> Iterator[Callable[[], None]]:
     listen()
     try:
         yield listen
-    except BaseException:
-        if seen:  # a terminal's Ctrl-C reaches Ray's processes too, and their end may look like any error
-            raise SystemExit(INTERRUPTED) from None
-        raise
+    except (KeyboardInterrupt, SystemExit, Exception):
+        if not seen:
+            raise
+        # A terminal's Ctrl-C reaches Ray's processes too, and their end may look like any error.
+        logger.debug("what followed the interrupt", exc_info=True)
+        raise SystemExit(INTERRUPTED) from None
     finally:
         for name, handler in before.items():
             signal.signal(name, handler)

@@ -133,13 +133,11 @@ def _until_interrupted(stop: asyncio.Event) -> Iterator[None]:
         stop.set()
         forget()
 
-    with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C then ends without a report
-        loop.add_signal_handler(signal.SIGINT, interrupted)
+    loop.add_signal_handler(signal.SIGINT, interrupted)
     try:
         yield
     finally:
-        with contextlib.suppress(NotImplementedError):
-            forget()
+        forget()
 
 
 def _status(report: Report) -> int:

@@ -84,7 +84,6 @@ def test_serves_switches_yield_to_the_environment(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="finds what was left behind by its environment")
 def test_ctrl_c_while_starting_is_calm_and_leaves_nothing_behind() -> None:
     mark = f"warmroute-test-{uuid.uuid4().hex}"
     command = [SCRIPT, "serve", "--model", "random:tiny", "--replicas", "1", "--port", str(free_port())]
@@ -146,7 +145,6 @@ def test_an_unknown_option_of_a_lazy_command_is_refused() -> None:
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux hands orphans to the nearest reaper")
 def test_orphans_of_orphans_are_ended_too() -> None:
     orphan = (
         "import subprocess as s; print(s.Popen(['sleep', '600'], stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"

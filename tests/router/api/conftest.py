@@ -254,3 +254,19 @@ def chat_body() -> dict[str, Any]:
 @pytest.fixture
 def tokens_of() -> Callable[[bytes], list[int]]:
     return lambda data: np.frombuffer(data, dtype="<i4").tolist()
+
+
+@pytest.fixture
+def refused(fleet, chat_body):
+    """Sends fields that must be refused, in a chat or a text completion, and returns the answer's text."""
+
+    async def send(path, fields, param, code, message):
+        body = chat_body if "chat" in path else {"model": "tiny", "prompt": "hi"}
+        async with fleet.client() as client:
+            response = await client.post(path, json={**body, **fields})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["code"]) == (400, param, code), error
+        assert message in (None, error["message"])
+        return response.text
+
+    return send
