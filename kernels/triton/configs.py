@@ -1,0 +1,108 @@
+"""Tile sizes of the attention kernels: one table, looked up, never searched while a request waits.
+
+Source: chosen by register and shared-memory use at compile time (`benchmarks/kernel_resources.py`), so that
+nothing spills and two programs fit a multiprocessor where the head is small; not measured on a GPU yet.
+`python benchmarks/gpu.py --tune` prints a table to put here, with the GPU it was measured on as its source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+CLASSES = ("sm_80", "sm_90", "sm_100")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One program's share.
+
+    Attributes:
+        rows: (token, query head) pairs of a prefill program; a decode takes all heads of a group.
+        keys: cached tokens read at a time.
+        warps: of 32 threads.
+        stages: how many reads of keys and values are under way at once.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# (GPU class, padded head dimension) -> tile, for 16-bit queries and caches.
+PREFILL = {
+    ("sm_80", 16): Tile(64, 64, 4, 2),
+    ("sm_80", 32): Tile(64, 64, 4, 2),
+    ("sm_80", 64): Tile(128, 64, 4, 3),
+    ("sm_80", 128): Tile(128, 32, 8, 2),
+    ("sm_80", 256): Tile(64, 32, 8, 2),
+    ("sm_90", 16): Tile(64, 64, 4, 2),
+    ("sm_90", 32): Tile(64, 64, 4, 2),
+    ("sm_90", 64): Tile(128, 128, 8, 3),
+    ("sm_90", 128): Tile(128, 64, 8, 3),
+    ("sm_90", 256): Tile(64, 64, 8, 2),
+    ("sm_100", 16): Tile(64, 64, 4, 2),
+    ("sm_100", 32): Tile(64, 64, 4, 2),
+    ("sm_100", 64): Tile(128, 128, 8, 3),
+    ("sm_100", 128): Tile(128, 64, 8, 3),
+    ("sm_100", 256): Tile(64, 64, 8, 2),
+}
+DECODE = {
+    ("sm_80", 16): Tile(16, 64, 4, 2),
+    ("sm_80", 32): Tile(16, 64, 4, 2),
+    ("sm_80", 64): Tile(16, 64, 4, 3),
+    ("sm_80", 128): Tile(16, 32, 4, 3),
+    ("sm_80", 256): Tile(16, 32, 4, 2),
+    ("sm_90", 16): Tile(16, 64, 4, 2),
+    ("sm_90", 32): Tile(16, 64, 4, 2),
+    ("sm_90", 64): Tile(16, 64, 4, 3),
+    ("sm_90", 128): Tile(16, 64, 4, 3),
+    ("sm_90", 256): Tile(16, 32, 4, 3),
+    ("sm_100", 16): Tile(16, 64, 4, 2),
+    ("sm_100", 32): Tile(16, 64, 4, 2),
+    ("sm_100", 64): Tile(16, 64, 4, 3),
+    ("sm_100", 128): Tile(16, 64, 4, 3),
+    ("sm_100", 256): Tile(16, 32, 4, 3),
+}
+# float32 serves checks, not speed: its products take many registers and no tensor cores.
+FLOAT32 = {16: Tile(32, 32, 4, 1), 32: Tile(32, 32, 4, 1), 64: Tile(32, 32, 4, 1)}
+FLOAT32_WIDE = Tile(16, 16, 4, 1)
+
+# Cached tokens one decode program reads. Fixed, so that a sequence's result does not depend on its batch.
+SPLIT_TOKENS = 512
+
+
+def prefill_tile(gpu: str, padded_dim: int, dtype: torch.dtype) -> Tile:
+    """The tile of `paged_prefill`; head dimensions are padded to a power of two, 16 at least, 256 at most."""
+    return FLOAT32.get(padded_dim, FLOAT32_WIDE) if dtype == torch.float32 else PREFILL[gpu, padded_dim]
+
+
+def decode_tile(gpu: str, padded_dim: int, dtype: torch.dtype) -> Tile:
+    """The tile of `paged_decode`."""
+    return FLOAT32.get(padded_dim, FLOAT32_WIDE) if dtype == torch.float32 else DECODE[gpu, padded_dim]
+
+
+def padded(dim: int) -> int:
+    """The power of two a head dimension is padded to. Raises `ValueError` for one that no tile is made for."""
+    if not 1 <= dim <= 256:
+        raise ValueError(f"head dimension {dim}: the kernels are made for 1 to 256")
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+@lru_cache
+def gpu_class(device: torch.device) -> str:
+    """Which rows of the tables hold for a device; the CPU (an interpreted kernel) takes those of sm_80."""
+    if device.type != "cuda":
+        return "sm_80"
+    major, _ = torch.cuda.get_device_capability(device)
+    # 8.6, 8.9 and 12.x have a third of the shared memory of 9.0; the rows of sm_80 fit them.
+    return {9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
+
+
+@lru_cache
+def converts_float8(device: torch.device) -> bool:
+    """Whether the GPU has instructions that convert float8 (e4m3): from 8.9 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
