@@ -1,8 +1,9 @@
 """The operations a decoder calls, as one protocol, and the choice of who implements them.
 
 Every implementation is a module with these functions: `reference` is the truth (any dtype, float64 too),
-`cpu` the fast path for float32 on a CPU, and `cpu_torch` its part that needs nothing but torch, which stands
-in where `cpu` cannot be imported. `WARMROUTE_KERNELS=reference` forces one by name.
+`cpu` the fast path for float32 on a CPU, `cpu_torch` its part that needs nothing but torch, which stands in
+where `cpu` cannot be imported, and `triton` what CUDA devices use. `WARMROUTE_KERNELS=reference` forces one by
+name.
 
 Shapes: T new tokens, S sequences, Hq query heads, Hkv key/value heads, D head dimension.
 A KV cache of one layer is a pair of tensors [num_blocks, block_size, Hkv, D]; slot s is offset s %
@@ -25,7 +26,8 @@ from kernels.grouped import Weight
 
 log = logging.getLogger(__name__)
 
-IMPLEMENTATIONS = ("reference", "cpu", "cpu_torch")
+IMPLEMENTATIONS = ("reference", "cpu", "cpu_torch", "triton")
+TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -82,13 +84,13 @@ class Kernels(Protocol):
 
 def select(device: torch.device, dtype: torch.dtype) -> Kernels:
     """The implementation for a device and dtype, or the one `WARMROUTE_KERNELS` names."""
-    name = os.environ.get("WARMROUTE_KERNELS", "")
-    if not name:
-        name = "cpu" if device.type == "cpu" and dtype == torch.float32 else "reference"
+    name = os.environ.get("WARMROUTE_KERNELS", "") or _default(device, dtype)
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"WARMROUTE_KERNELS={name!r}: known are {', '.join(IMPLEMENTATIONS)}")
     if name == "cpu" and (device.type != "cpu" or dtype != torch.float32):
         raise ValueError(f"WARMROUTE_KERNELS=cpu is for float32 on a CPU only, not {dtype} on {device}")
+    if name == "triton" and dtype not in TRITON_DTYPES:
+        raise ValueError(f"WARMROUTE_KERNELS=triton is for 16-bit and 32-bit floats only, not {dtype}")
     try:
         return cast(Kernels, importlib.import_module(f"kernels.{name}"))
     except ImportError as error:
@@ -96,3 +98,9 @@ def select(device: torch.device, dtype: torch.dtype) -> Kernels:
             raise
         log.warning("compiled CPU kernels cannot be used, torch's take their place, slower: %s", error)
         return cast(Kernels, importlib.import_module("kernels.cpu_torch"))
+
+
+def _default(device: torch.device, dtype: torch.dtype) -> str:
+    if device.type == "cuda" and dtype in TRITON_DTYPES:
+        return "triton"
+    return "cpu" if device.type == "cpu" and dtype == torch.float32 else "reference"

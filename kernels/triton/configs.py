@@ -86,7 +86,7 @@ def decode_tile(gpu: str, padded_dim: int, dtype: torch.dtype) -> Tile:
 
 
 def padded(dim: int) -> int:
-    """The power of two a head dimension is padded to. Raises `ValueError` for one that no tile is made for."""
+    """The power of two a head dimension is padded to. Raises `ValueError` for one beyond the tables."""
     if not 1 <= dim <= 256:
         raise ValueError(f"head dimension {dim}: the kernels are made for 1 to 256")
     return max(16, 1 << (dim - 1).bit_length())

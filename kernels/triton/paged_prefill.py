@@ -40,11 +40,8 @@ def _pass(
                 shown = shown & (at[None, :] > query_at[:, None] - window)
             scores = tl.where(shown, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
-        if MASKED:
-            # A row that has seen nothing yet must not subtract infinity from infinity.
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        else:
-            base = new_top
+        # A row that has seen nothing yet must not subtract infinity from infinity.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(weights, 1)
