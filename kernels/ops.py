@@ -2,8 +2,8 @@
 
 Every implementation is a module with these functions: `reference` is the truth (any dtype, float64 too),
 `cpu` the fast path for float32 on a CPU, `cpu_torch` its part that needs nothing but torch, which stands in
-where `cpu` cannot be imported, and `triton` what CUDA devices use. `WARMROUTE_KERNELS=reference` forces one by
-name.
+where `cpu` cannot be imported, and `triton` what CUDA devices use. `WARMROUTE_KERNELS=reference` forces one
+by name.
 
 Shapes: T new tokens, S sequences, Hq query heads, Hkv key/value heads, D head dimension.
 A KV cache of one layer is a pair of tensors [num_blocks, block_size, Hkv, D]; slot s is offset s %

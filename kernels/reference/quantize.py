@@ -1,4 +1,4 @@
-"""Cached blocks in 8 bits, for slower tiers: float8 (e4m3) or int8, a scale per block, layer, half and head."""
+"""Cached blocks in 8 bits, for slower tiers: float8 (e4m3) or int8, a scale a block, cache and head."""
 
 from __future__ import annotations
 

@@ -39,8 +39,12 @@ def block_copy(caches: Sequence[tuple[Tensor, Tensor]], src: int, dst: int, num_
 def block_copies(layers: Layers, copies: Sequence[tuple[int, int, int]]) -> None:
     """The same for each (src, dst, num_tokens), as if one after another: one launch unless they overlap."""
     for group in _independent(copies):
-        src, dst, tokens = torch.tensor(group, dtype=torch.int64).T.contiguous().to(layers.bases.device)
-        _copy(layers, layers.bases, layers.bases, src, dst, tokens, layers.stride, layers.stride)
+        copy_all(layers, *torch.tensor(group, dtype=torch.int64).T.contiguous().to(layers.bases.device))
+
+
+def copy_all(layers: Layers, src: Tensor, dst: Tensor, tokens: Tensor) -> None:
+    """One launch of copies int64[n] each; none may write what another one reads or writes."""
+    _copy(layers, layers.bases, layers.bases, src, dst, tokens, layers.stride, layers.stride)
 
 
 def block_gather(layers: Layers, blocks: Tensor) -> Tensor:

@@ -88,8 +88,8 @@ def kv_quantize(layers: Layers, blocks: Tensor, lengths: Tensor, dtype: torch.dt
         quantize_kernel[(len(blocks), 2 * layers.num_layers, heads)](
             layers.bases, blocks, lengths, codes.view(torch.uint8) if float8 else codes, scales,
             layers.stride // layers.dtype.itemsize, heads, TYPE=TYPES[layers.dtype], ALIGN=layers.align,
-            PAGE=page, DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=ROWS, LIMIT=E4M3_MAX if float8 else INT8_MAX,
-            FLOAT8=float8, num_warps=4,
+            PAGE=page, DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=ROWS,
+            LIMIT=E4M3_MAX if float8 else INT8_MAX, FLOAT8=float8, num_warps=4,
         )  # fmt: skip
     return codes, scales
 

@@ -44,7 +44,7 @@ class Layers:
 
 
 def layers_of(caches: Sequence[tuple[Tensor, Tensor]] | Tensor) -> Layers:
-    """From pairs (keys, values), each [num_blocks, block_size, Hkv, D], or all of them as one tensor [L, 2, ...].
+    """From pairs (keys, values), each [num_blocks, block_size, Hkv, D], or all in one tensor [L, 2, ...].
 
     Raises `ValueError` when the caches differ in shape, dtype or layout, or a block is not contiguous.
     """

@@ -104,7 +104,7 @@ def prefill_kernel(
         stride_kb, stride_ks, stride_vb, stride_vs, scale, softcap, window,
         DIM, PADDED, KEYS, PAGE, WINDOWED, CAPPED, FLOAT8, NATIVE, True,
     )  # fmt: skip
-    acc = acc / total[:, None]
+    acc = acc / tl.where(token < new, total, 1.0)[:, None]
     if FLOAT8:
         acc = acc * tl.load(v_scales + head)
     out_at = (start + token).to(tl.int64) * stride_ot + query_head * stride_oh

@@ -47,5 +47,6 @@ def rope_shift(layers: Layers, blocks: Tensor, cos: Tensor, sin: Tensor) -> None
         rope_shift_kernel[(len(blocks), layers.num_layers, triton.cdiv(page * heads, ROWS))](
             layers.bases, blocks, cos.float().contiguous(), sin.float().contiguous(),
             layers.stride // layers.dtype.itemsize, page * heads,
-            TYPE=TYPES[layers.dtype], ALIGN=layers.align, HALF=dim // 2, PADDED=triton.next_power_of_2(dim // 2), ROWS=ROWS, num_warps=4,
+            TYPE=TYPES[layers.dtype], ALIGN=layers.align, HALF=dim // 2,
+            PADDED=triton.next_power_of_2(dim // 2), ROWS=ROWS, num_warps=4,
         )  # fmt: skip

@@ -1,0 +1,278 @@
+"""Checks every Triton kernel against float64 on this GPU, then times it beside what the GPU can do.
+
+    PYTHONPATH=. python benchmarks/gpu.py                    # checks, then times
+    PYTHONPATH=. python benchmarks/gpu.py --only checks      # or: --only timings
+    PYTHONPATH=. python benchmarks/gpu.py --tune             # other tiles, too: a table for configs.py
+    TRITON_INTERPRET=1 PYTHONPATH=. python benchmarks/gpu.py --tiny --tune   # the script itself, without a GPU
+
+Prints tables, then one JSON object as the last line. The exit status is 1 when a check fails, not when a target
+is missed. Needs numpy, torch, triton and rich; FlashInfer is timed if it is there.
+
+*share* is the least time over the measured one: for what moves memory, its bytes at the bandwidth of a plain
+copy in the same run; for prefill, the time of torch's flash attention; for a prefix, this kernel's own time
+without one, scaled by the number of scores.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+
+import kernel_cases as cases
+import torch
+import torch.nn.functional as F
+import triton
+from rich.console import Console
+from rich.table import Table
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton.runtime.errors import OutOfResources
+
+from kernels.triton import configs
+
+DIMS = (64, 80, 96, 256)  # checked beside the usual 128
+DECODE_TARGET, COPY_TARGET, PREFILL_TARGET, PREFIX_TARGET = 0.85, 0.85, 0.9, 0.8
+PREFIX = 7 / 8  # of a prompt
+
+TILES = {
+    "prefill": [
+        configs.Tile(rows, keys, rows // 16, stages)
+        for rows, keys, stages in itertools.product((64, 128), (32, 64, 128), (2, 3, 5))
+    ],
+    "decode": [configs.Tile(16, *t) for t in itertools.product((16, 32, 64, 128), (2, 4), (3, 5, 6))],
+}
+PIECES = (256, 512, 1024, 2048)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One row of the table. `share` is `floor_ms / ms`, unless there is no floor."""
+
+    name: str
+    ms: float | None
+    floor_ms: float | None = None
+    target: float | None = None
+    note: str = ""
+
+    @property
+    def share(self):
+        return None if self.floor_ms is None or self.ms is None else self.floor_ms / self.ms
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", choices=("checks", "timings"))
+    parser.add_argument("--tune", action="store_true", help="time other tiles of the attention kernels")
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny sizes; works on a CPU with TRITON_INTERPRET=1"
+    )
+    arguments = parser.parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not arguments.tiny:
+        parser.error("there is no GPU; --tiny with TRITON_INTERPRET=1 runs everything in small")
+    report = {"gpu": gpu_name(device), "torch": torch.__version__, "triton": triton.__version__}
+    if arguments.only != "timings":
+        report["checks"] = checks(device, arguments.tiny)
+    if arguments.only != "checks":
+        report |= timings(device, cases.TINY if arguments.tiny else cases.FULL)
+    if arguments.tune:
+        report["tiles"] = tune(device, arguments.tiny)
+    print(json.dumps(report))
+    return int(not all(check["passed"] for check in report.get("checks", [])))
+
+
+def gpu_name(device):
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "none (interpreted)"
+
+
+def checks(device, tiny):
+    """Every case against float64: name, dtype, error relative to the largest value, whether it will do."""
+    size, found = cases.TINY if tiny else cases.CHECK, []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        made = cases.all_cases(size, device, dtype)
+        if dtype == torch.bfloat16:
+            made += [
+                make(size, device, dtype, dim=dim) for make in (cases.prefill, cases.decode) for dim in DIMS
+            ]
+        for case in made:
+            worst = error(case)
+            passed = worst <= case.tolerance
+            found.append({"name": case.name, "dtype": str(dtype), "error": worst, "passed": passed})
+            print(f"{'ok  ' if passed else 'FAIL'} {case.name}, {dtype}: error {worst:.2g}", flush=True)
+        if tiny:
+            break
+    return found
+
+
+def error(case):
+    """The largest error of any output relative to that output's largest value; infinite for NaN."""
+    expected, worst = case.truth(), 0.0
+    for actual, right in zip(case.outputs(case.run()), expected, strict=True):
+        if not actual.is_floating_point():
+            worst = max(worst, 0.0 if torch.equal(actual, right) else float("inf"))
+            continue
+        difference = (actual.double() - right.double()).abs().max() / right.double().abs().max()
+        worst = max(worst, float(difference) if difference.isfinite() else float("inf"))
+    return worst
+
+
+def timings(device, size):
+    """The table, and what it says, for JSON."""
+    dtype = torch.bfloat16
+    bandwidth = copy_bandwidth(device, size)
+    rows = [*decode_rows(size, device, dtype, bandwidth), *prefill_rows(size, device, dtype)]
+    for case in cases.small_cases(size, device, dtype):
+        target = COPY_TARGET if case.name == "block_copy" else None
+        rows.append(moving(case, device, bandwidth, target))
+    show(rows, bandwidth)
+    return {
+        "copy_bytes_per_s": bandwidth,
+        "timings": [{**asdict(row), "share": row.share} for row in rows],
+        "targets_met": {row.name: row.share >= row.target for row in rows if row.target and row.share},
+    }
+
+
+def milliseconds(run, device):
+    """Median time of a call, with a cold L2 cache."""
+    if device.type == "cuda":
+        return triton.testing.do_bench(run, warmup=50, rep=200, return_mode="median")
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e3
+
+
+def copy_bandwidth(device, size):
+    """Bytes a second that a plain copy of 1 GiB reads and writes together."""
+    source = torch.zeros(1 << 30 if size is cases.FULL else 1 << 20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    ms = statistics.median(milliseconds(lambda: target.copy_(source), device) for _ in range(3))
+    return 2 * source.nbytes / ms * 1e3
+
+
+def moving(case, device, bandwidth, target=None):
+    """A kernel whose floor is its bytes."""
+    ms = milliseconds(case.run, device)
+    return Timing(case.name, ms, case.moved / bandwidth * 1e3, target, f"{case.moved / ms / 1e6:,.0f} GB/s")
+
+
+def decode_rows(size, device, dtype, bandwidth):
+    plain = cases.decode(size, device, dtype)
+    rows = [
+        moving(plain, device, bandwidth, DECODE_TARGET),
+        moving(cases.decode(size, device, dtype, float8=True), device, bandwidth),
+    ]
+    lens = [size.context - i for i in range(size.batch)]
+    peers = [("FlashInfer decode", flashinfer_decode), ("torch SDPA decode, not paged", torch_decode)]
+    return [*rows, *(peer(name, make, size, lens, device, dtype) for name, make in peers)]
+
+
+def peer(name, make, size, lens, device, dtype):
+    """Another implementation's time, or why there is none: what peers do must not end the run."""
+    try:
+        return Timing(name, milliseconds(make(size, lens, device, dtype), device))
+    except Exception as problem:
+        return Timing(name, None, note=f"{type(problem).__name__}: {problem}"[:90])
+
+
+def flashinfer_decode(size, lens, device, dtype):
+    import flashinfer
+
+    caches, _, seqs = cases.paged([(1, n) for n in lens], size, device, dtype, size.dim, False)
+    counts = [-(-n // size.page) for n in lens]
+    starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device)
+    blocks = torch.cat([row[:count] for row, count in zip(seqs.block_tables, counts, strict=True)])
+    last = torch.tensor([(n - 1) % size.page + 1 for n in lens], dtype=torch.int32, device=device)
+    space = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "NHD", use_tensor_cores=True)
+    shape = (size.heads, size.kv_heads, size.dim, size.page)
+    wrapper.plan(starts, blocks.int().to(device), last, *shape, q_data_type=dtype, kv_data_type=dtype)
+    q = cases.normal(len(lens), size.heads, size.dim, device=device, dtype=dtype)
+    return lambda: wrapper.run(q, tuple(caches))
+
+
+def torch_decode(size, lens, device, dtype):
+    shape = (len(lens), size.kv_heads, max(lens), size.dim)
+    keys, values = (cases.normal(*shape, device=device, dtype=dtype, seed=seed) for seed in (1, 2))
+    q = cases.normal(len(lens), size.heads, 1, size.dim, device=device, dtype=dtype)
+    return lambda: F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+
+
+def prefill_rows(size, device, dtype):
+    """Without a prefix beside torch's flash attention; with one beside itself."""
+    context = size.prefills[-1][1]
+    cached = int(context * PREFIX)
+    full = cases.prefill(size, device, dtype, lens=[(context, context)])
+    tail = cases.prefill(size, device, dtype, lens=[(context - cached, context)])
+    peer_row = peer("torch SDPA flash", torch_prefill, size, [context], device, dtype)
+    ms, tail_ms = milliseconds(full.run, device), milliseconds(tail.run, device)
+    ideal = ms * tail.flops / full.flops
+    speed, tail_speed = (f"{f / t / 1e9:,.0f} TFLOP/s" for f, t in ((full.flops, ms), (tail.flops, tail_ms)))
+    name = f"{full.name}, {cached:,} cached, {context - cached:,} new"
+    return [
+        Timing(f"{full.name}, {context:,} new", ms, peer_row.ms, PREFILL_TARGET, speed),
+        peer_row,
+        Timing(name, tail_ms, ideal, PREFIX_TARGET, tail_speed),
+    ]
+
+
+def torch_prefill(size, lens, device, dtype):
+    q = cases.normal(1, size.heads, lens[0], size.dim, device=device, dtype=dtype)
+    keys, values = (
+        cases.normal(1, size.kv_heads, lens[0], size.dim, device=device, dtype=dtype, seed=seed)
+        for seed in (1, 2)
+    )
+
+    def run():
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
+
+    return run
+
+
+def tune(device, tiny):
+    """The fastest tile by kernel and head dimension, and the fastest piece of a decode."""
+    size, found = cases.TINY if tiny else cases.FULL, {}
+    for name, tiles in TILES.items():
+        for dim in (64, 128, 256) if not tiny else (32,):
+            case = getattr(cases, name)(size, device, torch.bfloat16, dim=dim)
+            tried = tiles[:2] if tiny else tiles
+            times = {
+                tile: attempt(lambda case=case, tile=tile: case.run(tile=tile), device) for tile in tried
+            }
+            best = min(times, key=times.get)
+            source = f"{times[best]:.3f} ms, {gpu_name(device)}"
+            print(f"{name}, {configs.gpu_class(device)}: {dim}: {best},  # {source}")
+            found[f"{name} {dim}"] = {**asdict(best), "ms": times[best]}
+    case = cases.decode(replace(size, batch=min(size.batch, 8)), device, torch.bfloat16)
+    for piece in PIECES:
+        ms = attempt(lambda piece=piece: case.run(piece=piece), device)
+        print(f"decode of {min(size.batch, 8)} sequences, pieces of {piece}: {ms:.3f} ms")
+        found[f"piece {piece}"] = {"ms": ms}
+    return found
+
+
+def attempt(run, device):
+    """Milliseconds; infinitely many for a tile that the GPU has no room for."""
+    try:
+        return milliseconds(run, device)
+    except OutOfResources:
+        return float("inf")
+
+
+def show(rows, bandwidth):
+    table = Table(title=f"a plain copy moves {bandwidth / 1e9:,.0f} GB/s")
+    for column in ("kernel", "ms", "share", "target", ""):
+        table.add_column(column, justify="left" if column in ("kernel", "") else "right")
+    for row in rows:
+        share = "" if row.share is None else f"{row.share:.0%}"
+        target = "" if row.target is None else f"{row.target:.0%}"
+        if share and target:
+            target += " met" if row.share >= row.target else " MISSED"
+        table.add_row(row.name, "" if row.ms is None else f"{row.ms:.3f}", share, target, row.note)
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,415 @@
+"""One example of each Triton kernel: what it is run on, what is right, and the least it has to move.
+
+Shared by `gpu.py` (checks and times on a GPU) and `kernel_resources.py` (compiles without one).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels import ops, reference
+from kernels import triton as fast
+from kernels.triton.block_copy import copy_all
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything. `batch` sequences decode from `context` tokens; prefills are (new, context)."""
+
+    prefills: tuple[tuple[int, int], ...]
+    batch: int
+    context: int
+    heads: int
+    kv_heads: int
+    dim: int
+    page: int
+    rows: int
+    hidden: int
+    inner: int
+    vocab: int
+    layers: int
+    blocks: int
+
+
+TINY = Size(((3, 20), (33, 33)), 2, 40, 4, 2, 32, 16, 3, 64, 96, 500, 2, 3)
+CHECK = Size(
+    ((1, 700), (129, 129), (63, 1000), (300, 2000)), 5, 1500, 32, 8, 128, 16, 300, 4096, 1500, 50_000, 3, 9
+)
+FULL = Size(((8192, 8192),), 64, 8192, 32, 8, 128, 16, 8192, 4096, 14_336, 128_256, 32, 512)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`truth()` before `run()`, which may work in place.
+
+    Attributes:
+        run: launches the kernel, and nothing else.
+        truth: what is right, in float64.
+        outputs: from what `run` returns to what is compared with that.
+        moved: bytes that must be read or written.
+        tolerance: of the largest error, relative to the largest value; 0 for equality.
+        flops: products and sums, where they matter.
+    """
+
+    name: str
+    run: Callable
+    truth: Callable
+    moved: int
+    tolerance: float = 0.0
+    flops: float = 0.0
+    outputs: Callable = list
+
+
+def all_cases(size, device, dtype):
+    """Every kernel once, attention in its variants too."""
+    options = {"window": size.context // 3, "softcap": 20.0}
+    return [
+        prefill(size, device, dtype),
+        prefill(size, device, dtype, **options),
+        prefill(size, device, dtype, float8=True),
+        decode(size, device, dtype),
+        decode(size, device, dtype, **options),
+        decode(size, device, dtype, float8=True),
+        *small_cases(size, device, dtype),
+    ]
+
+
+def small_cases(size, device, dtype):
+    """Everything but attention."""
+    return [
+        rope_kv_write(size, device, dtype),
+        rope_kv_write(size, device, dtype, float8=True),
+        rope(size, device, dtype),
+        kv_write(size, device, dtype),
+        rms_norm(size, device, dtype),
+        add_rms_norm(size, device, dtype),
+        silu_mul(size, device, dtype),
+        block_copy(size, device, dtype),
+        block_gather(size, device, dtype),
+        block_scatter(size, device, dtype),
+        rope_shift(size, device, dtype),
+        *(
+            f(size, device, dtype, t)
+            for f in (quantize, dequantize)
+            for t in (torch.float8_e4m3fn, torch.int8)
+        ),
+        prefix_hash(size, device),
+        sample(size, device),
+    ]
+
+
+def normal(*shape, device, dtype, seed=0):
+    """Normal numbers, made where they are needed."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+
+def rounding(dtype):
+    """Relative error that rounding to a dtype (and of float32 sums) may make."""
+    return {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[dtype]
+
+
+def paged(lens, size, device, dtype, dim, float8):
+    """Caches, scales and sequences whose blocks are scattered."""
+    counts = [-(-context // size.page) for _, context in lens]
+    order = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(1))
+    tables, at = torch.zeros(len(lens), max(counts), dtype=torch.int64), 0
+    for row, count in enumerate(counts):
+        tables[row, :count] = order[at : at + count]
+        at += count
+    shape = (len(order), size.page, size.kv_heads, dim)
+    caches = [normal(*shape, device=device, dtype=dtype, seed=seed) for seed in (2, 3)]
+    scales = None
+    if float8:
+        caches = [cache.to(torch.float8_e4m3fn) for cache in caches]
+        scales = tuple(torch.linspace(0.5, 1.5, size.kv_heads, device=device) for _ in range(2))
+    seqs = ops.PagedSeqs(tuple(n for n, _ in lens), tuple(c for _, c in lens), tables, size.page)
+    return caches, scales, seqs
+
+
+def attention(name, lens, size, device, dtype, dim, window, softcap, float8):
+    dim = dim or size.dim
+    caches, scales, seqs = paged(lens, size, device, dtype, dim, float8)
+    rows = sum(new for new, _ in lens)
+    q = normal(rows, size.heads, dim, device=device, dtype=dtype, seed=4)
+    plan, run = fast.plan(seqs, window), getattr(fast, f"paged_{name}")
+    options = {"softcap": softcap, "kv_scales": scales}
+
+    def truth():
+        truth_plan, wide = reference.plan(seqs, window), [cache.to(torch.float64) for cache in caches]
+        return [reference.paged_prefill(q.double(), *wide, truth_plan, dim**-0.5, **options)]
+
+    kv_tokens = sum(min(context, (window or context) + new) for new, context in lens)
+    pairs = sum(new * (context - (new - 1) / 2) for new, context in lens)
+    extras = [f"dim {dim}", *(["window"] if window else []), *(["soft cap"] if softcap else [])]
+    return Case(
+        f"paged_{name} ({', '.join([*extras, *(['float8 KV'] if float8 else [])])})",
+        lambda **tile: [run(q, *caches, plan, dim**-0.5, **options, **tile)],
+        truth,
+        2 * kv_tokens * size.kv_heads * dim * caches[0].element_size() + 2 * q.nbytes,
+        rounding(dtype),
+        4 * pairs * size.heads * dim,
+    )
+
+
+def prefill(size, device, dtype, *, lens=None, dim=None, window=None, softcap=None, float8=False):
+    lens = lens or size.prefills
+    return attention("prefill", lens, size, device, dtype, dim, window, softcap, float8)
+
+
+def decode(size, device, dtype, *, dim=None, window=None, softcap=None, float8=False):
+    lens = [(1, size.context - i) for i in range(size.batch)]
+    return attention("decode", lens, size, device, dtype, dim, window, softcap, float8)
+
+
+def angles(count, size, device, dtype):
+    angle = torch.arange(count, device=device)[:, None] * torch.logspace(0, -4, size.dim // 2, device=device)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rope_kv_write(size, device, dtype, *, float8=False):
+    qkv = normal(size.rows, size.heads + 2 * size.kv_heads, size.dim, device=device, dtype=dtype)
+    caches, scales, slots = write_target(size, device, dtype, float8)
+    cos, sin = angles(size.rows, size, device, dtype)
+
+    def outputs(q, caches=caches):
+        return [q, *(cache.to(torch.float64) for cache in caches)]
+
+    def truth():
+        wide = [cache.clone() if float8 else cache.double() for cache in caches]
+        q = reference.rope_kv_write(qkv.double(), cos.double(), sin.double(), *wide, slots, kv_scales=scales)
+        return outputs(q, wide)
+
+    written = 2 * size.rows * size.kv_heads * size.dim * caches[0].element_size()
+    q_bytes = size.rows * size.heads * size.dim * qkv.element_size()
+    return Case(
+        f"rope_kv_write{' (float8 KV)' if float8 else ''}",
+        lambda: fast.rope_kv_write(qkv, cos, sin, *caches, slots, kv_scales=scales),
+        truth,
+        qkv.nbytes + q_bytes + written + 2 * cos.nbytes,
+        # A tie rounded the other way: one step of float8 at the largest number.
+        1 / 13 if float8 else rounding(dtype),
+        outputs=outputs,
+    )
+
+
+def write_target(size, device, dtype, float8):
+    blocks = -(-size.rows // size.page) + 1
+    shape = (blocks, size.page, size.kv_heads, size.dim)
+    caches = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)]
+    scales = None
+    if float8:
+        caches = [cache.to(torch.float8_e4m3fn) for cache in caches]
+        scales = tuple(torch.linspace(0.01, 0.02, size.kv_heads, device=device) for _ in range(2))
+    order = torch.randperm(blocks * size.page, generator=torch.Generator().manual_seed(1))
+    return caches, scales, order[: size.rows].to(device)
+
+
+def rope(size, device, dtype):
+    x = normal(size.rows, size.heads, size.dim, device=device, dtype=dtype)
+    cos, sin = angles(size.rows, size, device, dtype)
+    return Case(
+        "rope",
+        lambda: [fast.rope(x, cos, sin)],
+        lambda: [reference.rope(x.double(), cos.double(), sin.double())],
+        2 * x.nbytes + 2 * cos.nbytes,
+        rounding(dtype),
+    )
+
+
+def kv_write(size, device, dtype):
+    k, v = (normal(size.rows, size.kv_heads, size.dim, device=device, dtype=dtype, seed=s) for s in (1, 2))
+    caches, _, slots = write_target(size, device, dtype, False)
+
+    def truth():
+        wide = [cache.double() for cache in caches]
+        reference.kv_write(k.double(), v.double(), *wide, slots)
+        return wide
+
+    def run():
+        fast.kv_write(k, v, *caches, slots)
+        return caches
+
+    return Case("kv_write", run, truth, 4 * k.nbytes)
+
+
+def rms_norm(size, device, dtype):
+    x = normal(size.rows, size.hidden, device=device, dtype=dtype)
+    weight = normal(size.hidden, device=device, dtype=dtype, seed=1)
+    return Case(
+        "rms_norm",
+        lambda: [fast.rms_norm(x, weight, 1e-5)],
+        lambda: [reference.rms_norm(x.double(), weight.double(), 1e-5)],
+        2 * x.nbytes,
+        rounding(dtype),
+    )
+
+
+def add_rms_norm(size, device, dtype):
+    x, residual = (normal(size.rows, size.hidden, device=device, dtype=dtype, seed=s) for s in (1, 2))
+    weight = normal(size.hidden, device=device, dtype=dtype, seed=3)
+    return Case(
+        "add_rms_norm",
+        lambda: fast.add_rms_norm(x, residual, weight, 1e-5),
+        lambda: reference.add_rms_norm(x.double(), residual.double(), weight.double(), 1e-5),
+        4 * x.nbytes,
+        rounding(dtype),
+    )
+
+
+def silu_mul(size, device, dtype):
+    x = normal(size.rows, 2 * size.inner, device=device, dtype=dtype)
+    return Case(
+        "silu_mul",
+        lambda: [fast.silu_mul(x)],
+        lambda: [reference.silu_mul(x.double())],
+        x.nbytes * 3 // 2,
+        rounding(dtype),
+    )
+
+
+def stacked(size, device, dtype):
+    """Caches of all layers with twice the blocks that a case touches, and those, scattered."""
+    shape = (size.layers, 2, 2 * size.blocks, size.page, size.kv_heads, size.dim)
+    caches = normal(*shape, device=device, dtype=dtype)
+    order = torch.randperm(2 * size.blocks, generator=torch.Generator().manual_seed(1)).to(device)
+    moved = caches[:, :, : size.blocks].nbytes
+    return caches, fast.layers_of(caches), order[: size.blocks], order[size.blocks :], moved
+
+
+def block_copy(size, device, dtype):
+    caches, layers, src, dst, moved = stacked(size, device, dtype)
+    tokens = torch.full_like(src, size.page)
+
+    def truth():
+        wide = caches.clone()
+        triples = zip(src.tolist(), dst.tolist(), tokens.tolist(), strict=True)
+        reference.block_copies([tuple(pair) for pair in wide], list(triples))
+        return [wide]
+
+    def run():
+        copy_all(layers, src, dst, tokens)
+        return [caches]
+
+    return Case("block_copy", run, truth, 2 * moved)
+
+
+def block_gather(size, device, dtype):
+    caches, layers, src, _, moved = stacked(size, device, dtype)
+    return Case(
+        "block_gather",
+        lambda: [fast.block_gather(layers, src)],
+        lambda: [reference.block_gather([tuple(pair) for pair in caches], src)],
+        2 * moved,
+    )
+
+
+def block_scatter(size, device, dtype):
+    caches, layers, src, dst, moved = stacked(size, device, dtype)
+    staged = fast.block_gather(layers, src)
+
+    def truth():
+        wide = caches.clone()
+        reference.block_scatter([tuple(pair) for pair in wide], dst, staged)
+        return [wide]
+
+    def run():
+        fast.block_scatter(layers, dst, staged)
+        return [caches]
+
+    return Case("block_scatter", run, truth, 2 * moved)
+
+
+def rope_shift(size, device, dtype):
+    caches, layers, src, _, moved = stacked(size, device, dtype)
+    cos, sin = angles(size.blocks, size, device, torch.float32)
+
+    def truth():
+        wide = caches.double()
+        reference.rope_shift([tuple(pair) for pair in wide], src, cos.double(), sin.double())
+        return [wide]
+
+    def run():
+        fast.rope_shift(layers, src, cos, sin)
+        return [caches]
+
+    return Case("rope_shift", run, truth, moved, rounding(dtype))
+
+
+def quantize(size, device, dtype, to):
+    caches, layers, src, _, moved = stacked(size, device, dtype)
+    lengths = torch.full_like(src, size.page)
+
+    def values(codes, scales):
+        return [codes.double() * scales.double()[:, :, :, None, :, None], scales]
+
+    return Case(
+        f"kv_quantize ({'int8' if to == torch.int8 else 'float8'})",
+        lambda: fast.kv_quantize(layers, src, lengths, to),
+        lambda: values(*reference.kv_quantize([tuple(p) for p in caches.double()], src, lengths, to)),
+        moved + moved // dtype.itemsize,
+        # As above: one step.
+        1 / 126 if to == torch.int8 else 1 / 13,
+        outputs=lambda found: values(*found),
+    )
+
+
+def dequantize(size, device, dtype, to):
+    caches, layers, src, dst, moved = stacked(size, device, dtype)
+    codes, scales = fast.kv_quantize(layers, src, torch.full_like(src, size.page), to)
+
+    def truth():
+        wide = caches.double()
+        reference.kv_dequantize([tuple(pair) for pair in wide], dst, codes, scales.double())
+        return [wide]
+
+    def run():
+        fast.kv_dequantize(layers, dst, codes, scales)
+        return [caches]
+
+    name = f"kv_dequantize ({'int8' if to == torch.int8 else 'float8'})"
+    return Case(name, run, truth, moved + moved // dtype.itemsize, rounding(dtype))
+
+
+def prefix_hash(size, device):
+    rng = np.random.default_rng(0)
+    lens = [size.context - i for i in range(size.batch)]
+    tokens = rng.integers(0, size.vocab, sum(lens)).astype(np.int32)
+    words = rng.integers(0, 1 << 64, 2 * size.page + 1 + len(lens), dtype=np.uint64)
+    add, mul, (step, *roots) = np.split(words, [size.page, 2 * size.page])
+    mask = (1 << 64) - 1
+    on_device = [torch.from_numpy(x).to(device) for x in (tokens, add.view(np.int64), mul.view(np.int64))]
+    step, roots = int(step), [int(root) for root in roots]
+
+    def truth():
+        prompts = np.split(tokens, np.cumsum(lens)[:-1])
+        hashes = np.concatenate(reference.prefix_hash(prompts, add, mul, step, roots, mask))
+        return [torch.from_numpy(hashes.view(np.int64)).to(device)]
+
+    return Case(
+        "prefix_hash",
+        lambda: [fast.prefix_hash(on_device[0], lens, *on_device[1:], step, roots, mask)],
+        truth,
+        tokens.nbytes + sum(lens) // size.page * 8,
+    )
+
+
+def sample(size, device):
+    rows = size.batch
+    logits = 3 * normal(rows, size.vocab, device=device, dtype=torch.float32)
+    arguments = (
+        torch.linspace(0, 1.5, rows, device=device),
+        torch.full((rows,), 50, dtype=torch.int32, device=device),
+        torch.full((rows,), 0.9, device=device),
+        torch.full((rows,), 0.01, device=device),
+        torch.arange(rows, device=device) * 12345678901,
+        torch.arange(rows, device=device) + 1000,
+    )
+    return Case(
+        "sample",
+        lambda: [fast.sample(logits, *arguments)],
+        lambda: [reference.sample(logits, *arguments)],
+        logits.nbytes,
+    )
