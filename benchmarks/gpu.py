@@ -3,10 +3,10 @@
     PYTHONPATH=. python benchmarks/gpu.py                    # checks, then times
     PYTHONPATH=. python benchmarks/gpu.py --only checks      # or: --only timings
     PYTHONPATH=. python benchmarks/gpu.py --tune             # other tiles, too: a table for configs.py
-    TRITON_INTERPRET=1 PYTHONPATH=. python benchmarks/gpu.py --tiny --tune   # the script itself, without a GPU
+    TRITON_INTERPRET=1 PYTHONPATH=. python benchmarks/gpu.py --tiny --tune   # in small, without a GPU
 
-Prints tables, then one JSON object as the last line. The exit status is 1 when a check fails, not when a target
-is missed. Needs numpy, torch, triton and rich; FlashInfer is timed if it is there.
+Prints tables, then one JSON object as the last line. The exit status is 1 when a check fails, not when a
+target is missed. Needs numpy, torch, triton and rich; FlashInfer is timed if it is there.
 
 *share* is the least time over the measured one: for what moves memory, its bytes at the bandwidth of a plain
 copy in the same run; for prefill, the time of torch's flash attention; for a prefix, this kernel's own time

@@ -32,6 +32,7 @@ from kernels.triton import configs
 ARCHES = (80, 90, 100)
 SIZE = cases.Size(((64, 100),), 2, 1000, 32, 8, 128, 16, 64, 4096, 14_336, 128_256, 2, 4)
 DIMS = (64, 80, 96, 128, 256)
+WIDE = re.compile(r"(?:ld|st)\.global\S*\.(?:v4\.b32|v2\.b64)|cp\.async\.\S+ \[[^;]*0x10")
 MARK = "<!-- kernel_resources -->"
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8", torch.int8: "i8",
@@ -56,7 +57,9 @@ def main():
 
 
 def resources(arch, quick):
-    """One row a kernel: its case, name, architecture, registers, shared memory and spilled bytes."""
+    """One row a kernel: its case, name and architecture, registers a thread, bytes of shared memory, spilled
+    bytes, and how many instructions in its code read or write 16 bytes of global memory.
+    """
     configs.gpu_class = lambda device: f"sm_{arch}"
     configs.converts_float8 = lambda device: arch >= 89
     rows = []
@@ -67,6 +70,7 @@ def resources(arch, quick):
         rows.append({
             "case": name, "kernel": kernel.__name__, "arch": arch, "warps": compiled.metadata.num_warps,
             "registers": registers, "shared": compiled.metadata.shared, "spilled": spilled,
+            "wide": len(WIDE.findall(compiled.asm["ptx"])),
         })  # fmt: skip
     return rows
 

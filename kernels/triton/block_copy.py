@@ -25,8 +25,8 @@ def copy_kernel(
     pair, cache, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     at = tile * TILE + tl.arange(0, TILE)
     live = at < tl.load(tokens + pair) * token_words
-    src = tl.multiple_of(tl.load(src_bases + cache), ALIGN).to(tl.pointer_type(WORD))
-    dst = tl.multiple_of(tl.load(dst_bases + cache), ALIGN).to(tl.pointer_type(WORD))
+    src = tl.multiple_of(tl.load(src_bases + cache).to(tl.pointer_type(WORD)), ALIGN)
+    dst = tl.multiple_of(tl.load(dst_bases + cache).to(tl.pointer_type(WORD)), ALIGN)
     values = tl.load(src + tl.load(src_ids + pair) * src_stride + at, mask=live)
     tl.store(dst + tl.load(dst_ids + pair) * dst_stride + at, values, mask=live)
 

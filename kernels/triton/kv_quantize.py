@@ -27,7 +27,7 @@ def quantize_kernel(
 ):  # fmt: skip
     """Program (block, cache, head): the block is read twice, for its largest magnitude and to be written."""
     place, cache, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    rows = tl.multiple_of(tl.load(bases + cache), ALIGN).to(tl.pointer_type(TYPE))
+    rows = tl.multiple_of(tl.load(bases + cache).to(tl.pointer_type(TYPE)), ALIGN)
     rows += tl.load(blocks + place) * stride + head * DIM
     length = tl.load(lengths + place)
     column = tl.arange(0, PADDED)
@@ -63,7 +63,7 @@ def dequantize_kernel(
 ):  # fmt: skip
     """Program (block, cache, head): code times scale into the cache."""
     place, cache, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    rows = tl.multiple_of(tl.load(bases + cache), ALIGN).to(tl.pointer_type(TYPE))
+    rows = tl.multiple_of(tl.load(bases + cache).to(tl.pointer_type(TYPE)), ALIGN)
     rows += tl.load(blocks + place) * stride + head * DIM
     part = place.to(tl.int64) * tl.num_programs(1) + cache
     scale = tl.load(scales + part * heads + head)

@@ -24,7 +24,7 @@ def rope_shift_kernel(
     column = tl.arange(0, PADDED)
     narrow = column < HALF
     live = (row < rows)[:, None] & narrow[None, :]
-    keys = tl.multiple_of(tl.load(bases + 2 * layer), ALIGN).to(tl.pointer_type(TYPE))
+    keys = tl.multiple_of(tl.load(bases + 2 * layer).to(tl.pointer_type(TYPE)), ALIGN)
     at = keys + tl.load(blocks + place) * stride + (row * 2 * HALF)[:, None] + column[None, :]
     first = tl.load(at, mask=live, other=0).to(tl.float32)
     second = tl.load(at + HALF, mask=live, other=0).to(tl.float32)

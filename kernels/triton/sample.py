@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 4096
+TILE = 8192
 ROUNDING = tl.constexpr(1 - 1e-6)  # as in the reference
 
 
@@ -167,6 +167,6 @@ def sample(
     if len(logits):
         sample_kernel[(len(logits),)](
             logits, temperature, top_k, top_p, min_p, seeds, positions, tokens,
-            logits.stride(0), logits.shape[1], TILE=TILE, num_warps=8,
+            logits.stride(0), logits.shape[1], TILE=TILE, num_warps=16,
         )  # fmt: skip
     return tokens
