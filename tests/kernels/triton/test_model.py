@@ -15,10 +15,11 @@ def answers(device):
     for name, tokens in (("a", prompt), ("b", np.concatenate([prompt[:27], prompt[:4]]))):
         sampling = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
         engine.add(Request(name, tokens, sampling))
-        out = []
+        outputs = []
         while engine.has_work():
-            out += [token for output in engine.step() for token in output.tokens]
-        found.append(out)
+            outputs += engine.step()
+        cached = next(output.start.cached_tokens for output in outputs if output.start)
+        found.append((cached, [token for output in outputs for token in output.tokens]))
     return found
 
 
@@ -27,4 +28,4 @@ def test_greedy_tokens(device, monkeypatch):
     expected = answers(device)
     monkeypatch.setenv("WARMROUTE_KERNELS", "triton")
     assert answers(device) == expected
-    assert [len(tokens) for tokens in expected] == [3, 3]
+    assert [(cached, len(tokens)) for cached, tokens in expected] == [(0, 3), (27, 3)]
