@@ -22,6 +22,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 
 import kernel_cases as cases
+import kernel_inputs as inputs
 import torch
 import torch.nn.functional as F
 import triton
@@ -76,7 +77,7 @@ def main(argv=None):
     if arguments.only != "timings":
         report["checks"] = checks(device, arguments.tiny)
     if arguments.only != "checks":
-        report |= timings(device, cases.TINY if arguments.tiny else cases.FULL)
+        report |= timings(device, inputs.TINY if arguments.tiny else inputs.FULL)
     if arguments.tune:
         report["tiles"] = tune(device, arguments.tiny)
     print(json.dumps(report))
@@ -89,7 +90,7 @@ def gpu_name(device):
 
 def checks(device, tiny):
     """Every case against float64: name, dtype, error relative to the largest value, whether it will do."""
-    size, found = cases.TINY if tiny else cases.CHECK, []
+    size, found = inputs.TINY if tiny else inputs.CHECK, []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         made = cases.all_cases(size, device, dtype)
         if dtype == torch.bfloat16:
@@ -145,7 +146,7 @@ def milliseconds(run, device):
 
 def copy_bandwidth(device, size):
     """Bytes a second that a plain copy of 1 GiB reads and writes together."""
-    source = torch.zeros(1 << 30 if size is cases.FULL else 1 << 20, dtype=torch.uint8, device=device)
+    source = torch.zeros(1 << 30 if size is inputs.FULL else 1 << 20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     ms = statistics.median(milliseconds(lambda: target.copy_(source), device) for _ in range(3))
     return 2 * source.nbytes / ms * 1e3
@@ -179,7 +180,7 @@ def peer(name, make, size, lens, device, dtype):
 def flashinfer_decode(size, lens, device, dtype):
     import flashinfer
 
-    caches, _, seqs = cases.paged([(1, n) for n in lens], size, device, dtype, size.dim, False)
+    caches, _, seqs = inputs.paged([(1, n) for n in lens], size, device, dtype, size.dim, False)
     counts = [-(-n // size.page) for n in lens]
     starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device)
     blocks = torch.cat([row[:count] for row, count in zip(seqs.block_tables, counts, strict=True)])
@@ -188,14 +189,14 @@ def flashinfer_decode(size, lens, device, dtype):
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "NHD", use_tensor_cores=True)
     shape = (size.heads, size.kv_heads, size.dim, size.page)
     wrapper.plan(starts, blocks.int().to(device), last, *shape, q_data_type=dtype, kv_data_type=dtype)
-    q = cases.normal(len(lens), size.heads, size.dim, device=device, dtype=dtype)
+    q = inputs.normal(len(lens), size.heads, size.dim, device=device, dtype=dtype)
     return lambda: wrapper.run(q, tuple(caches))
 
 
 def torch_decode(size, lens, device, dtype):
     shape = (len(lens), size.kv_heads, max(lens), size.dim)
-    keys, values = (cases.normal(*shape, device=device, dtype=dtype, seed=seed) for seed in (1, 2))
-    q = cases.normal(len(lens), size.heads, 1, size.dim, device=device, dtype=dtype)
+    keys, values = (inputs.normal(*shape, device=device, dtype=dtype, seed=seed) for seed in (1, 2))
+    q = inputs.normal(len(lens), size.heads, 1, size.dim, device=device, dtype=dtype)
     return lambda: F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
 
 
@@ -218,9 +219,9 @@ def prefill_rows(size, device, dtype):
 
 
 def torch_prefill(size, lens, device, dtype):
-    q = cases.normal(1, size.heads, lens[0], size.dim, device=device, dtype=dtype)
+    q = inputs.normal(1, size.heads, lens[0], size.dim, device=device, dtype=dtype)
     keys, values = (
-        cases.normal(1, size.kv_heads, lens[0], size.dim, device=device, dtype=dtype, seed=seed)
+        inputs.normal(1, size.kv_heads, lens[0], size.dim, device=device, dtype=dtype, seed=seed)
         for seed in (1, 2)
     )
 
@@ -233,7 +234,7 @@ def torch_prefill(size, lens, device, dtype):
 
 def tune(device, tiny):
     """The fastest tile by kernel and head dimension, and the fastest piece of a decode."""
-    size, found = cases.TINY if tiny else cases.FULL, {}
+    size, found = inputs.TINY if tiny else inputs.FULL, {}
     for name, tiles in TILES.items():
         for dim in (64, 128, 256) if not tiny else (32,):
             case = getattr(cases, name)(size, device, torch.bfloat16, dim=dim)

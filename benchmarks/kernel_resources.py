@@ -20,6 +20,7 @@ from pathlib import Path
 os.environ["TRITON_INTERPRET"] = "0"
 
 import kernel_cases as cases
+import kernel_inputs as inputs
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -30,7 +31,7 @@ from triton.runtime.jit import JITFunction
 from kernels.triton import configs
 
 ARCHES = (80, 90, 100)
-SIZE = cases.Size(((64, 100),), 2, 1000, 32, 8, 128, 16, 64, 4096, 14_336, 128_256, 2, 4)
+SIZE = inputs.Size(((64, 100),), 2, 1000, 32, 8, 128, 16, 64, 4096, 14_336, 128_256, 2, 4)
 DIMS = (64, 80, 96, 128, 256)
 WIDE = re.compile(r"(?:ld|st)\.global\S*\.(?:v4\.b32|v2\.b64)|cp\.async\.\S+ \[[^;]*0x10")
 MARK = "<!-- kernel_resources -->"
@@ -108,7 +109,7 @@ def builders(quick, device, dtype):
 
 
 def renamed(case, extra):
-    return cases.Case(case.name.replace(")", f", {extra})"), case.run, case.truth, case.moved)
+    return inputs.Case(case.name.replace(")", f", {extra})"), case.run, case.truth, case.moved)
 
 
 def described(kernel, args, kwargs):

@@ -27,6 +27,8 @@ from kernels.grouped import Weight
 log = logging.getLogger(__name__)
 
 IMPLEMENTATIONS = ("reference", "cpu", "cpu_torch", "triton")
+# What serves where a package that compiles the kernels cannot be imported.
+STAND_INS = {"cpu": "cpu_torch", "triton": "reference"}
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 Linear = Callable[[Tensor], Tensor]
@@ -94,10 +96,10 @@ def select(device: torch.device, dtype: torch.dtype) -> Kernels:
     try:
         return cast(Kernels, importlib.import_module(f"kernels.{name}"))
     except ImportError as error:
-        if name != "cpu":
+        if name not in STAND_INS:
             raise
-        log.warning("compiled CPU kernels cannot be used, torch's take their place, slower: %s", error)
-        return cast(Kernels, importlib.import_module("kernels.cpu_torch"))
+        log.warning("kernels.%s cannot be used, kernels.%s is, slower: %s", name, STAND_INS[name], error)
+        return cast(Kernels, importlib.import_module(f"kernels.{STAND_INS[name]}"))
 
 
 def _default(device: torch.device, dtype: torch.dtype) -> str:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton import configs
-from kernels.triton.pages import load_rows, slot_offsets
+from kernels.triton.pages import blocks_of, load_rows
 from kernels.triton.plan import Plan, cache_bytes, scale_pointers
 from kernels.triton.softmax import LOG2E, product, soft_capped
 
@@ -55,8 +55,10 @@ def decode_kernel(
     for start in range(begin, end, KEYS):
         at = start + tl.arange(0, KEYS)
         seen = at < end
-        k_at = slot_offsets(table, at, seen, stride_kb, stride_ks, PAGE)
-        k = load_rows(k_head, k_at, seen, q.dtype, DIM, PADDED, FLOAT8, NATIVE, True)
+        blocks, places = blocks_of(table, at, seen, PAGE), at % PAGE
+        k = load_rows(
+            k_head, blocks, places, seen, stride_kb, stride_ks, q.dtype, DIM, PADDED, FLOAT8, NATIVE, True
+        )
         scores = product(q, tl.trans(k), None) * scale
         if CAPPED:
             scores = soft_capped(scores, softcap) * LOG2E
@@ -66,8 +68,9 @@ def decode_kernel(
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
-        v_at = slot_offsets(table, at, seen, stride_vb, stride_vs, PAGE)
-        v = load_rows(v_head, v_at, seen, q.dtype, DIM, PADDED, FLOAT8, NATIVE, True)
+        v = load_rows(
+            v_head, blocks, places, seen, stride_vb, stride_vs, q.dtype, DIM, PADDED, FLOAT8, NATIVE, True
+        )
         acc = product(weights.to(q.dtype), v, acc)
         top = new_top
     some = end > begin

@@ -9,22 +9,22 @@ from kernels.triton.float8 import from_e4m3
 
 
 @triton.jit
-def slot_offsets(table, at, seen, stride_block, stride_slot, PAGE: tl.constexpr):
-    """int64[N]: where cached tokens `at` int32[N] lie in a cache of these strides; 0 where not `seen`."""
-    block = tl.load(table + at // PAGE, mask=seen, other=0).to(tl.int64)
-    return block * stride_block + (at % PAGE).to(tl.int64) * stride_slot
+def blocks_of(table, at, seen, PAGE: tl.constexpr):
+    """int64[N]: blocks that hold cached tokens `at` int32[N]; 0 where not `seen`."""
+    return tl.load(table + at // PAGE, mask=seen, other=0).to(tl.int64)
 
 
 @triton.jit
 def load_rows(
-    cache, offsets, seen, as_type: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
-    FLOAT8: tl.constexpr, NATIVE: tl.constexpr, MASKED: tl.constexpr,
+    cache, blocks, places, seen, stride_block, stride_slot, as_type: tl.constexpr, DIM: tl.constexpr,
+    PADDED: tl.constexpr, FLOAT8: tl.constexpr, NATIVE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """[N, PADDED] of `as_type` from int64[N] offsets; 0 past DIM, and where MASKED and not `seen`.
+    """[N, PADDED] of `as_type`: places in blocks, both [N]; 0 past DIM, and where MASKED and not `seen`.
 
     What is not seen is not read: unused slots may hold NaN, which no weight of 0 would take away.
     """
     column = tl.arange(0, PADDED)
+    offsets = blocks * stride_block + places.to(tl.int64) * stride_slot
     rows = cache + offsets[:, None] + column[None, :]
     if MASKED:
         if DIM == PADDED:

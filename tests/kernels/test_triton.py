@@ -4,6 +4,7 @@ Each in a process of its own: whether kernels are interpreted is settled when Tr
 """
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -73,6 +74,16 @@ def test_chosen_for_cuda():
         assert ops.select(gpu, dtype).__name__ == "kernels.triton"
     assert ops.select(gpu, torch.float64).__name__ == "kernels.reference"
     assert ops.select(torch.device("cpu"), torch.bfloat16).__name__ == "kernels.reference"
+
+
+def test_without_triton_the_reference_takes_over(monkeypatch, caplog):
+    for name in [name for name in sys.modules if name.startswith("kernels.triton")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with caplog.at_level(logging.WARNING, "kernels.ops"):
+        found = ops.select(torch.device("cuda"), torch.bfloat16)
+    assert found.__name__ == "kernels.reference"
+    assert "kernels.triton cannot be used, kernels.reference is, slower" in caplog.text
 
 
 def test_not_for_float64(monkeypatch):
