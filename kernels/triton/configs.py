@@ -37,7 +37,7 @@ _AMPERE = {
     32: Tile(64, 64, 4, 5),
     64: Tile(128, 64, 8, 5),
     128: Tile(128, 32, 8, 5),
-    256: Tile(64, 32, 8, 2),
+    256: Tile(64, 16, 8, 2),
 }
 _HOPPER = {
     16: Tile(64, 64, 4, 5),
@@ -46,7 +46,14 @@ _HOPPER = {
     128: Tile(128, 64, 8, 5),
     256: Tile(64, 64, 8, 2),
 }
-PREFILL = {"sm_80": _AMPERE, "sm_90": _HOPPER, "sm_100": _HOPPER}
+_BLACKWELL = {
+    16: Tile(128, 64, 8, 5),
+    32: Tile(128, 64, 8, 5),
+    64: Tile(128, 128, 8, 5),
+    128: Tile(128, 64, 8, 5),
+    256: Tile(64, 64, 8, 2),
+}
+PREFILL = {"sm_80": _AMPERE, "sm_90": _HOPPER, "sm_100": _BLACKWELL}
 _SINGLE = {
     16: Tile(16, 64, 4, 5),
     32: Tile(16, 64, 4, 5),

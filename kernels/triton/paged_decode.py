@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.triton import configs
 from kernels.triton.pages import blocks_of, load_rows
 from kernels.triton.plan import Plan, cache_bytes, scale_pointers
-from kernels.triton.softmax import LOG2E, product, soft_capped
+from kernels.triton.softmax import LOG2E, nothing_yet, scores_of, take_in
 
 JOINED = 16  # pieces the second launch takes at a time
 
@@ -49,9 +49,7 @@ def decode_kernel(
     k_head, v_head = k_cache + head.to(tl.int64) * stride_kh, v_cache + head.to(tl.int64) * stride_vh
     if FLOAT8:
         scale = scale * tl.load(k_scales + head)
-    acc = tl.zeros([ROWS, PADDED], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
+    acc, total, top = nothing_yet(ROWS, PADDED)
     for start in range(begin, end, KEYS):
         at = start + tl.arange(0, KEYS)
         seen = at < end
@@ -59,20 +57,11 @@ def decode_kernel(
         k = load_rows(
             k_head, blocks, places, seen, stride_kb, stride_ks, q.dtype, DIM, PADDED, FLOAT8, NATIVE, True
         )
-        scores = product(q, tl.trans(k), None) * scale
-        if CAPPED:
-            scores = soft_capped(scores, softcap) * LOG2E
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None]
+        scores = tl.where(seen[None, :], scores_of(q, k, scale, softcap, CAPPED), float("-inf"))
         v = load_rows(
             v_head, blocks, places, seen, stride_vb, stride_vs, q.dtype, DIM, PADDED, FLOAT8, NATIVE, True
         )
-        acc = product(weights.to(q.dtype), v, acc)
-        top = new_top
+        acc, total, top = take_in(acc, total, top, scores, v, False)
     some = end > begin
     acc = acc / tl.where(some, total, 1.0)[:, None]
     if FLOAT8:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.triton import configs
 from kernels.triton.pages import blocks_of, load_rows
 from kernels.triton.plan import Plan, cache_bytes, scale_pointers
-from kernels.triton.softmax import LOG2E, product, soft_capped
+from kernels.triton.softmax import LOG2E, nothing_yet, scores_of, take_in
 
 
 @triton.jit
@@ -33,26 +33,16 @@ def _pass(
         k = load_rows(
             k_head, blocks, places, seen, stride_kb, stride_ks, q.dtype, DIM, PADDED, FLOAT8, NATIVE, MASKED
         )
-        scores = product(q, tl.trans(k), None) * scale
-        if CAPPED:
-            scores = soft_capped(scores, softcap) * LOG2E
+        scores = scores_of(q, k, scale, softcap, CAPPED)
         if MASKED:
             shown = at[None, :] <= query_at[:, None]
             if WINDOWED:
                 shown = shown & (at[None, :] > query_at[:, None] - window)
             scores = tl.where(shown, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        # A row that has seen nothing yet must not subtract infinity from infinity.
-        base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None]
         v = load_rows(
             v_head, blocks, places, seen, stride_vb, stride_vs, q.dtype, DIM, PADDED, FLOAT8, NATIVE, MASKED
         )
-        acc = product(weights.to(q.dtype), v, acc)
-        top = new_top
+        acc, total, top = take_in(acc, total, top, scores, v, MASKED)
     return acc, total, top
 
 
@@ -72,9 +62,8 @@ def prefill_kernel(
     tile, head = tl.program_id(0), tl.program_id(1)
     seq, first_row = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     row = first_row + tl.arange(0, ROWS)
-    start = tl.load(starts + seq)
+    start, context = tl.load(starts + seq), tl.load(contexts + seq)
     new = tl.load(starts + seq + 1) - start
-    context = tl.load(contexts + seq)
     token, query_head = row // GROUP, head * GROUP + row % GROUP
     column = tl.arange(0, PADDED)
     live = (token < new)[:, None] & (column < DIM)[None, :]
@@ -88,20 +77,16 @@ def prefill_kernel(
     k_head, v_head = k_cache + head.to(tl.int64) * stride_kh, v_cache + head.to(tl.int64) * stride_vh
     if FLOAT8:
         scale = scale * tl.load(k_scales + head)
-    acc = tl.zeros([ROWS, PADDED], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    first = 0
+    acc, total, top = nothing_yet(ROWS, PADDED)
     if WINDOWED:
         first = tl.maximum(oldest - window + 1, 0) // KEYS * KEYS
     else:
-        edge = (oldest + 1) // KEYS * KEYS
+        first = (oldest + 1) // KEYS * KEYS
         acc, total, top = _pass(
-            acc, total, top, q, query_at, first, edge, table, k_head, v_head,
+            acc, total, top, q, query_at, 0, first, table, k_head, v_head,
             stride_kb, stride_ks, stride_vb, stride_vs, scale, softcap, window,
             DIM, PADDED, KEYS, PAGE, WINDOWED, CAPPED, FLOAT8, NATIVE, False,
         )  # fmt: skip
-        first = edge
     acc, total, top = _pass(
         acc, total, top, q, query_at, first, newest + 1, table, k_head, v_head,
         stride_kb, stride_ks, stride_vb, stride_vs, scale, softcap, window,
