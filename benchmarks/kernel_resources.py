@@ -5,8 +5,8 @@
     PYTHONPATH=. python benchmarks/kernel_resources.py --quick    # variants of attention for sm_90 only
 
 Each host function is called on small CPU tensors, and what it would launch is compiled instead, with the
-tiles of `kernels/triton/configs.py`; ptxas, which comes with Triton, tells the rest. `--write` puts the table
-between the file's two marks.
+tiles of `kernels/triton/configs.py`; NVIDIA's cuobjdump, which comes with Triton, reads the binaries.
+`--write` puts the table between the file's two marks.
 """
 
 import argparse
@@ -24,7 +24,6 @@ import kernel_inputs as inputs
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
@@ -67,7 +66,7 @@ def resources(arch, quick):
     for name, kernel, signature, constants, attributes, options in launches(quick):
         source = ASTSource(kernel, signature, constants, attributes)
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-        registers, spilled = ptxas(compiled.asm["ptx"], arch)
+        registers, spilled = usage(compiled.asm["cubin"])
         rows.append({
             "case": name, "kernel": kernel.__name__, "arch": arch, "warps": compiled.metadata.num_warps,
             "registers": registers, "shared": compiled.metadata.shared, "spilled": spilled,
@@ -136,23 +135,15 @@ def type_name(value):
     return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
 
 
-def ptxas(code, arch):
-    """Registers a thread and spilled bytes, from the assembler's own report."""
+def usage(binary):
+    """Registers and bytes of stack a thread, the latter being what is spilled; from the binary itself."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kernel.ptx")
-        path.write_text(code)
-        target = f"sm_{arch}" + ("a" if arch >= 90 else "")
-        command = [
-            get_ptxas(arch).path,
-            "-v",
-            f"-arch={target}",
-            str(path),
-            "-o",
-            str(path.with_suffix(".o")),
-        ]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    return int(re.search(r"Used (\d+) registers", report)[1]), int(spilled[1]) + int(spilled[2])
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(binary)
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (found,) = re.findall(r"REG:(\d+) STACK:(\d+)", report)
+    return int(found[0]), int(found[1])
 
 
 def markdown(rows):

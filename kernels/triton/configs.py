@@ -36,7 +36,7 @@ _AMPERE = {
     16: Tile(64, 64, 4, 5),
     32: Tile(64, 64, 4, 5),
     64: Tile(128, 64, 8, 5),
-    128: Tile(128, 32, 8, 5),
+    128: Tile(128, 32, 8, 3),
     256: Tile(64, 16, 8, 2),
 }
 _HOPPER = {
@@ -63,12 +63,19 @@ _SINGLE = {
 }
 DECODE = {"sm_80": _SINGLE, "sm_90": _SINGLE, "sm_100": _SINGLE}
 # float32 serves checks, not speed: its products take many registers and no tensor cores.
-FLOAT32 = {
+PREFILL_FLOAT32 = {
     16: Tile(32, 32, 4, 1),
     32: Tile(32, 32, 4, 1),
-    64: Tile(32, 32, 8, 1),
+    64: Tile(16, 16, 4, 1),
     128: Tile(16, 16, 8, 1),
-    256: Tile(16, 16, 16, 1),
+    256: Tile(32, 32, 16, 1),
+}
+DECODE_FLOAT32 = {
+    16: Tile(16, 32, 4, 1),
+    32: Tile(16, 32, 4, 1),
+    64: Tile(16, 32, 8, 1),
+    128: Tile(16, 16, 8, 1),
+    256: Tile(16, 16, 8, 1),
 }
 
 # Cached tokens one decode program reads. Fixed, so that a sequence's result does not depend on its batch.
@@ -77,12 +84,12 @@ SPLIT_TOKENS = 512
 
 def prefill_tile(gpu: str, padded_dim: int, dtype: torch.dtype) -> Tile:
     """The tile of `paged_prefill`; head dimensions are padded to a power of two, 16 at least, 256 at most."""
-    return (FLOAT32 if dtype == torch.float32 else PREFILL[gpu])[padded_dim]
+    return (PREFILL_FLOAT32 if dtype == torch.float32 else PREFILL[gpu])[padded_dim]
 
 
 def decode_tile(gpu: str, padded_dim: int, dtype: torch.dtype) -> Tile:
     """The tile of `paged_decode`."""
-    return (FLOAT32 if dtype == torch.float32 else DECODE[gpu])[padded_dim]
+    return (DECODE_FLOAT32 if dtype == torch.float32 else DECODE[gpu])[padded_dim]
 
 
 def padded(dim: int) -> int:
