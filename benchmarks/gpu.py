@@ -6,7 +6,7 @@
     TRITON_INTERPRET=1 PYTHONPATH=. python benchmarks/gpu.py --tiny --tune   # in small, without a GPU
 
 Prints tables, then one JSON object as the last line. The exit status is 1 when a check fails, not when a
-target is missed. Needs numpy, torch, triton and rich; FlashInfer is timed if it is there.
+target is missed. Needs torch, triton and numpy only; FlashInfer is timed if it is there.
 
 *share* is the least time over the measured one: for what moves memory, its bytes at the bandwidth of a plain
 copy in the same run; for prefill, the time of torch's flash attention; for a prefix, this kernel's own time
@@ -16,18 +16,19 @@ without one, scaled by the number of scores.
 import argparse
 import itertools
 import json
+import math
 import statistics
 import sys
 import time
+import traceback
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import kernel_cases as cases
 import kernel_inputs as inputs
 import torch
 import torch.nn.functional as F
 import triton
-from rich.console import Console
-from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.runtime.errors import OutOfResources
 
@@ -92,19 +93,32 @@ def checks(device, tiny):
     """Every case against float64: name, dtype, error relative to the largest value, whether it will do."""
     size, found = inputs.TINY if tiny else inputs.CHECK, []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        made = cases.all_cases(size, device, dtype)
-        if dtype == torch.bfloat16:
-            made += [
-                make(size, device, dtype, dim=dim) for make in (cases.prefill, cases.decode) for dim in DIMS
-            ]
-        for case in made:
-            worst = error(case)
-            passed = worst <= case.tolerance
-            found.append({"name": case.name, "dtype": str(dtype), "error": worst, "passed": passed})
-            print(f"{'ok  ' if passed else 'FAIL'} {case.name}, {dtype}: error {worst:.2g}", flush=True)
+        dims = DIMS if dtype == torch.bfloat16 else ()
+        for build in cases.builders(size, device, dtype, dims=dims):
+            found.append(check(build, dtype))
+            print(verdict(found[-1]), flush=True)
         if tiny:
             break
     return found
+
+
+def check(build, dtype):
+    """One case; what goes wrong fails it, and the others go on."""
+    about = {"name": build.func.__name__, "dtype": str(dtype), "error": None, "passed": False}
+    try:
+        case = build()
+        about["name"], worst = case.name, error(case)
+        # JSON knows no infinity.
+        return about | {"error": worst if math.isfinite(worst) else None, "passed": worst <= case.tolerance}
+    except Exception:
+        return about | {"problem": traceback.format_exc()}
+
+
+def verdict(found):
+    """A line about a check, and what went wrong."""
+    size = "not finite" if found["error"] is None else f"{found['error']:.2g}"
+    mark = "ok  " if found["passed"] else "FAIL"
+    return f"{mark} {found['name']}, {found['dtype']}: error {found.get('problem', size)}"
 
 
 def error(case):
@@ -124,9 +138,9 @@ def timings(device, size):
     dtype = torch.bfloat16
     bandwidth = copy_bandwidth(device, size)
     rows = [*decode_rows(size, device, dtype, bandwidth), *prefill_rows(size, device, dtype)]
-    for case in cases.small_cases(size, device, dtype):
-        target = COPY_TARGET if case.name == "block_copy" else None
-        rows.append(moving(case, device, bandwidth, target))
+    for build in cases.small_builders(size, device, dtype):
+        target = COPY_TARGET if build.func is cases.block_copy else None
+        rows.append(moving(build, device, bandwidth, target))
     show(rows, bandwidth)
     return {
         "copy_bytes_per_s": bandwidth,
@@ -152,29 +166,38 @@ def copy_bandwidth(device, size):
     return 2 * source.nbytes / ms * 1e3
 
 
-def moving(case, device, bandwidth, target=None):
+def moving(build, device, bandwidth, target=None):
     """A kernel whose floor is its bytes."""
-    ms = milliseconds(case.run, device)
-    return Timing(case.name, ms, case.moved / bandwidth * 1e3, target, f"{case.moved / ms / 1e6:,.0f} GB/s")
+    name = build.func.__name__
+    try:
+        case = build()
+        name, ms = case.name, milliseconds(case.run, device)
+    except Exception as problem:
+        return Timing(name, None, None, target, short(problem))
+    return Timing(name, ms, case.moved / bandwidth * 1e3, target, f"{case.moved / ms / 1e6:,.0f} GB/s")
 
 
 def decode_rows(size, device, dtype, bandwidth):
-    plain = cases.decode(size, device, dtype)
-    rows = [
-        moving(plain, device, bandwidth, DECODE_TARGET),
-        moving(cases.decode(size, device, dtype, float8=True), device, bandwidth),
-    ]
+    plain = partial(cases.decode, size, device, dtype)
     lens = [size.context - i for i in range(size.batch)]
     peers = [("FlashInfer decode", flashinfer_decode), ("torch SDPA decode, not paged", torch_decode)]
-    return [*rows, *(peer(name, make, size, lens, device, dtype) for name, make in peers)]
+    return [
+        moving(plain, device, bandwidth, DECODE_TARGET),
+        moving(partial(plain, float8=True), device, bandwidth),
+        *(timed(name, lambda make=make: make(size, lens, device, dtype), device) for name, make in peers),
+    ]
 
 
-def peer(name, make, size, lens, device, dtype):
-    """Another implementation's time, or why there is none: what peers do must not end the run."""
+def timed(name, make, device):
+    """The time of what `make` gives, or why there is none: nothing must end the run."""
     try:
-        return Timing(name, milliseconds(make(size, lens, device, dtype), device))
+        return Timing(name, milliseconds(make(), device))
     except Exception as problem:
-        return Timing(name, None, note=f"{type(problem).__name__}: {problem}"[:90])
+        return Timing(name, None, note=short(problem))
+
+
+def short(problem):
+    return f"{type(problem).__name__}: {problem}"[:90]
 
 
 def flashinfer_decode(size, lens, device, dtype):
@@ -204,18 +227,21 @@ def prefill_rows(size, device, dtype):
     """Without a prefix beside torch's flash attention; with one beside itself."""
     context = size.prefills[-1][1]
     cached = int(context * PREFIX)
-    full = cases.prefill(size, device, dtype, lens=[(context, context)])
-    tail = cases.prefill(size, device, dtype, lens=[(context - cached, context)])
-    peer_row = peer("torch SDPA flash", torch_prefill, size, [context], device, dtype)
-    ms, tail_ms = milliseconds(full.run, device), milliseconds(tail.run, device)
-    ideal = ms * tail.flops / full.flops
-    speed, tail_speed = (f"{f / t / 1e9:,.0f} TFLOP/s" for f, t in ((full.flops, ms), (tail.flops, tail_ms)))
-    name = f"{full.name}, {cached:,} cached, {context - cached:,} new"
+    whole = cases.prefill(size, device, dtype, lens=[(context, context)])
+    rest = cases.prefill(size, device, dtype, lens=[(context - cached, context)])
+    flash = timed("torch SDPA flash", lambda: torch_prefill(size, [context], device, dtype), device)
+    full = timed(f"{whole.name}, {context:,} new", lambda: whole.run, device)
+    tail = timed(f"{rest.name}, {cached:,} cached, {context - cached:,} new", lambda: rest.run, device)
+    ideal = full.ms and full.ms * rest.flops / whole.flops
     return [
-        Timing(f"{full.name}, {context:,} new", ms, peer_row.ms, PREFILL_TARGET, speed),
-        peer_row,
-        Timing(name, tail_ms, ideal, PREFIX_TARGET, tail_speed),
+        replace(full, floor_ms=flash.ms, target=PREFILL_TARGET, note=speed(whole, full)),
+        flash,
+        replace(tail, floor_ms=ideal, target=PREFIX_TARGET, note=speed(rest, tail)),
     ]
+
+
+def speed(case, row):
+    return row.note if row.ms is None else f"{case.flops / row.ms / 1e9:,.0f} TFLOP/s"
 
 
 def torch_prefill(size, lens, device, dtype):
@@ -263,16 +289,16 @@ def attempt(run, device):
 
 
 def show(rows, bandwidth):
-    table = Table(title=f"a plain copy moves {bandwidth / 1e9:,.0f} GB/s")
-    for column in ("kernel", "ms", "share", "target", ""):
-        table.add_column(column, justify="left" if column in ("kernel", "") else "right")
+    """In plain text: a lent machine may have nothing but torch."""
+    print(f"a plain copy moves {bandwidth / 1e9:,.0f} GB/s")
+    print(f"{'kernel':52} {'ms':>10} {'share':>6} {'target':>11}")
     for row in rows:
+        ms = "" if row.ms is None else f"{row.ms:.3f}"
         share = "" if row.share is None else f"{row.share:.0%}"
         target = "" if row.target is None else f"{row.target:.0%}"
         if share and target:
-            target += " met" if row.share >= row.target else " MISSED"
-        table.add_row(row.name, "" if row.ms is None else f"{row.ms:.3f}", share, target, row.note)
-    Console(width=150).print(table)
+            target += " met   " if row.share >= row.target else " MISSED"
+        print(f"{row.name:52} {ms:>10} {share:>6} {target:>11}  {row.note}")
 
 
 if __name__ == "__main__":

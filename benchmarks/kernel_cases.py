@@ -3,6 +3,8 @@
 Shared by `gpu.py` (checks and times on a GPU) and `kernel_resources.py` (compiles without one).
 """
 
+from functools import partial
+
 import numpy as np
 import torch
 from kernel_inputs import Case, angles, normal, paged, rounding, stacked, write_target
@@ -12,41 +14,28 @@ from kernels import triton as fast
 from kernels.triton.block_copy import copy_all
 
 
-def all_cases(size, device, dtype):
-    """Every kernel once, attention in its variants too."""
-    options = {"window": size.context // 3, "softcap": 20.0}
-    return [
-        prefill(size, device, dtype),
-        prefill(size, device, dtype, **options),
-        prefill(size, device, dtype, float8=True),
-        decode(size, device, dtype),
-        decode(size, device, dtype, **options),
-        decode(size, device, dtype, float8=True),
-        *small_cases(size, device, dtype),
+def builders(size, device, dtype, *, dims=()):
+    """Functions that build a case each: every kernel, attention in its variants and for other `dims` too."""
+    variants = [
+        {},
+        {"window": size.context // 3, "softcap": 20.0},
+        {"float8": True},
+        *({"dim": d} for d in dims),
     ]
+    attention = [partial(make, size, device, dtype, **v) for make in (prefill, decode) for v in variants]
+    return [*attention, *small_builders(size, device, dtype)]
 
 
-def small_cases(size, device, dtype):
+def small_builders(size, device, dtype):
     """Everything but attention."""
+    plain = (rope, kv_write, rms_norm, add_rms_norm, silu_mul)
+    blocks = (block_copy, block_gather, block_scatter, rope_shift)
+    formats = [(make, to) for make in (quantize, dequantize) for to in (torch.float8_e4m3fn, torch.int8)]
     return [
-        rope_kv_write(size, device, dtype),
-        rope_kv_write(size, device, dtype, float8=True),
-        rope(size, device, dtype),
-        kv_write(size, device, dtype),
-        rms_norm(size, device, dtype),
-        add_rms_norm(size, device, dtype),
-        silu_mul(size, device, dtype),
-        block_copy(size, device, dtype),
-        block_gather(size, device, dtype),
-        block_scatter(size, device, dtype),
-        rope_shift(size, device, dtype),
-        *(
-            f(size, device, dtype, t)
-            for f in (quantize, dequantize)
-            for t in (torch.float8_e4m3fn, torch.int8)
-        ),
-        prefix_hash(size, device),
-        sample(size, device),
+        *(partial(rope_kv_write, size, device, dtype, float8=float8) for float8 in (False, True)),
+        *(partial(make, size, device, dtype) for make in (*plain, *blocks)),
+        *(partial(make, size, device, dtype, to) for make, to in formats),
+        *(partial(make, size, device) for make in (prefix_hash, sample)),
     ]
 
 

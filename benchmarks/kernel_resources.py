@@ -94,7 +94,7 @@ def launches(quick):
 
 
 def builders(quick, device, dtype):
-    size, small = SIZE, cases.small_cases(SIZE, device, dtype)
+    size = SIZE
     for make in (cases.prefill, cases.decode):
         for dim in [128] if quick else DIMS:
             yield lambda make=make, dim=dim: make(size, device, dtype, dim=dim)
@@ -104,7 +104,7 @@ def builders(quick, device, dtype):
         yield lambda make=make: make(size, device, dtype, float8=True)
         for dim in (64, 128, 256):
             yield lambda make=make, dim=dim: renamed(make(size, device, torch.float32, dim=dim), "float32")
-    yield from (lambda made=made: made for made in small)
+    yield from cases.small_builders(size, device, dtype)
 
 
 def renamed(case, extra):
