@@ -1,8 +1,8 @@
 """Tile sizes of the attention kernels: one table, looked up, never searched while a request waits.
 
 Source: chosen by register and shared-memory use at compile time (`benchmarks/kernel_resources.py`), so that
-nothing spills and two programs fit a multiprocessor where the head is small; not measured on a GPU yet.
-`python benchmarks/gpu.py --tune` prints a table to put here, with the GPU it was measured on as its source.
+nothing spills; not measured on a GPU yet. `python benchmarks/gpu.py --tune` prints a table to put here, with the
+GPU it was measured on as its source. The page size makes no difference: every token's page is looked up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Tile:
         rows: (token, query head) pairs of a prefill program; a decode takes all heads of a group.
         keys: cached tokens read at a time.
         warps: of 32 threads.
-        stages: how many reads of keys and values are under way at once.
+        stages: of the software pipeline, from looking a page up to multiplying what it holds.
     """
 
     rows: int

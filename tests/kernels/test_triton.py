@@ -37,6 +37,7 @@ def run(*command, interpret):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests are collected and run on the GPU")
 def test_interpreted():
     out = run("-m", "pytest", "tests/kernels/triton", "-p", "no:cacheprovider", interpret="1")
@@ -44,6 +45,7 @@ def test_interpreted():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_compiled_for_three_gpus_without_spills():
     out = run("benchmarks/kernel_resources.py", "--quick", interpret="0")
     rows = json.loads(out.splitlines()[-1])["kernels"]
@@ -60,6 +62,7 @@ def test_compiled_for_three_gpus_without_spills():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it runs in full, by hand")
 def test_the_gpu_benchmark_runs_in_small():
     report = json.loads(run("benchmarks/gpu.py", "--tiny", "--tune", interpret="1").splitlines()[-1])
