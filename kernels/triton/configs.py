@@ -1,8 +1,8 @@
 """Tile sizes of the attention kernels: one table, looked up, never searched while a request waits.
 
 Source: chosen by register and shared-memory use at compile time (`benchmarks/kernel_resources.py`), so that
-nothing spills; not measured on a GPU yet. `python benchmarks/gpu.py --tune` prints a table to put here, with the
-GPU it was measured on as its source. The page size makes no difference: every token's page is looked up.
+nothing spills; not measured on a GPU yet. `python benchmarks/gpu.py --tune` prints a table to put here, with
+the GPU it was measured on as its source. The page size makes no difference: every token's page is looked up.
 """
 
 from __future__ import annotations

@@ -96,7 +96,8 @@ def _drawn(logits, vocab, best, temperature, top_k, top_p, min_p, share, TILE: t
         total += edge.to(tl.float32, bitcast=True).to(tl.float64) * ties
         # At least something must be reached, even with a top_p of 0.
         bound = tl.maximum(top_p.to(tl.float64) * ROUNDING * total, 1e-300)
-        nucleus = _reaching(logits, vocab, best, temperature, bound, False, TILE)
+        # However sums are rounded, the nucleus is within what top-k left.
+        nucleus = tl.maximum(_reaching(logits, vocab, best, temperature, bound, False, TILE), edge)
         _, before = _above(logits, vocab, best, temperature, nucleus, TILE)
         each = nucleus.to(tl.float32, bitcast=True).to(tl.float64)
         needed = tl.maximum(tl.ceil((bound - before) / each), 1).to(tl.int32)
