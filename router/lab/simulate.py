@@ -1,6 +1,7 @@
 """`warmroute simulate`: hit rates and latencies of a trace on a fleet that one need not own."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -10,18 +11,21 @@ from rich.table import Table
 
 from kvcore.errors import InvalidRequest
 from router.lab.commands import check_writable, deliver, read_requests, tell_skipped
-from router.lab.errors import OptionError
-from router.lab.modifiers import in_time_order
+from router.lab.errors import OptionError, TraceError
+from router.lab.modifiers import faster, in_time_order, with_arrivals, with_starts
 from router.lab.pooled import PooledOptions, Prompts, infinite, optimum, simulate_policy
 from router.lab.record import Request
 from router.lab.rows import TraceOptions
+from router.lab.sim.changes import Change
 from router.lab.sim.fleet import Fleet, FleetConfig
 from router.lab.sim.policies import OTHERS, PLACED
+from router.lab.sim.tiers import TierConfig
 from router.lab.sim.timing import Timing
+from router.lab.traces import read_trace
 
 
 def simulate(
-    trace: Annotated[str, typer.Argument(help="A trace file with hash ids or token ids, plain or gzip.")],
+    trace: Annotated[str, typer.Argument(help="A trace file, plain or gzip.")],
     replicas: Annotated[int, typer.Option(help="Replicas of the fleet.")] = 8,
     blocks: Annotated[
         int, typer.Option(help="KV blocks of each replica (of the pool with --pooled).")
@@ -31,12 +35,34 @@ def simulate(
         str | None,
         typer.Option(help=f"Policies to compare, separated by commas: {', '.join((*PLACED, *OTHERS))}."),
     ] = None,
-    speed: Annotated[str, typer.Option(help="Arrivals, this many times as fast; several with commas.")] = "1",
-    timing: Annotated[str, typer.Option(help="Step times: GPU-model[-tpN], such as h100-8b.")] = "h100-8b",
+    speed: Annotated[
+        str, typer.Option(help="Arrivals and think times, this many times as fast; several with commas.")
+    ] = "1",
+    timing: Annotated[
+        str, typer.Option(help="Step times: GPU-model[-tpN], such as h100-8b, or JSON of `bench engine`.")
+    ] = "h100-8b",
+    replica_speed: Annotated[
+        str, typer.Option(help="Speeds of the replicas, repeated as needed: 1,0.5 halves every other one's.")
+    ] = "1",
+    fcfs: Annotated[
+        bool, typer.Option("--fcfs", help="Engines without an express lane: first come, first served.")
+    ] = False,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(help="A lower cache tier of each replica, BLOCKS:GB/s; repeat for further ones."),
+    ] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option(help="fail:3@600, leave:0@900 or join@1200 (replica, seconds); repeat for more."),
+    ] = None,
     routers: Annotated[int, typer.Option(help="Routers in front of the fleet.")] = 1,
     event_delay: Annotated[float, typer.Option(help="Seconds until routers hear of a replica.")] = 0.01,
     eviction: Annotated[str, typer.Option(help="Eviction policy of the replicas' caches.")] = "reuse",
-    slow: Annotated[float, typer.Option(help="Share of the replicas that are half as fast.")] = 0.0,
+    scale: Annotated[float, typer.Option(help="Multiply lengths by this (traces of hash ids).")] = 1.0,
+    arrivals: Annotated[str | None, typer.Option(help="Take the arrival times of this trace.")] = None,
+    session_gap: Annotated[
+        float | None, typer.Option(help="Mean seconds between session starts, where there is no clock.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of all chance.")] = 0,
     pooled: Annotated[
         bool, typer.Option("--pooled", help="One cache for all, no fleet: --policy names eviction policies.")
@@ -51,48 +77,80 @@ def simulate(
     """Run a trace on a simulated fleet, once per routing policy: real placement and real prefix caches, and a
     model of how long steps take. With --pooled: eviction policies in one pool of blocks."""
     check_writable(json_file)
-    speeds = _numbers(speed)
-    requests, skipped = read_requests(trace, TraceOptions(), limit, skip_bad)
-    requests = in_time_order(requests)
+    speeds = numbers(speed, "--speed")
+    config = FleetConfig(
+        replicas=replicas,
+        blocks=blocks,
+        block_size=block_size,
+        timing=Timing.named(timing),
+        routers=routers,
+        event_delay_s=event_delay,
+        eviction=eviction,
+        seed=seed,
+        speeds=numbers(replica_speed, "--replica-speed"),
+        express=not fcfs,
+        tiers=tuple(map(TierConfig.parse, tier or ())),
+        changes=tuple(map(Change.parse, change or ())),
+    )
+    options = TraceOptions(scale, seed=seed)
+    requests, skipped, estimated = read_timed(trace, options, limit, skip_bad, session_gap, arrivals)
     console = Console(stderr=json_file == "-")
     try:
         if pooled:
-            names = (policy or "lru,reuse").split(",")
+            names = split_names(policy or "lru,reuse")
             report = _pooled(requests, PooledOptions(blocks, block_size, speeds[0], round_up), names)
             console.print(_pooled_table(report))
         else:
-            config = FleetConfig(
-                replicas,
-                blocks,
-                block_size,
-                Timing.preset(timing),
-                routers,
-                event_delay,
-                eviction,
-                seed,
-                slow,
-            )
-            names = (policy or "cache_aware,least_load,round_robin").split(",")
+            names = split_names(policy or "cache_aware,least_load,round_robin")
             report = _fleet(requests, config, names, speeds)
             console.print(_fleet_table(report))
     except (InvalidRequest, MemoryError) as error:
         raise OptionError(str(error)) from error
-    deliver({"trace": trace, **report}, json_file)
+    if estimated:
+        console.print("The trace has text: four bytes count as a token.")
+    deliver({"trace": trace, "estimated_tokens": estimated, **report}, json_file)
     tell_skipped(skipped)
 
 
-def _numbers(text: str) -> list[float]:
+def numbers(text: str, option: str) -> tuple[float, ...]:
+    """Positive numbers separated by commas. Raises `OptionError`, which names the option."""
     try:
-        numbers = [float(part) for part in text.split(",")]
+        found = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise OptionError(f"--speed takes numbers separated by commas, not {text!r}") from None
-    if not all(0 < number < float("inf") for number in numbers):
-        raise OptionError("speeds must be positive")
-    return numbers
+        raise OptionError(f"{option} takes numbers separated by commas, not {text!r}") from None
+    if not all(0 < number < float("inf") for number in found):
+        raise OptionError(f"{option} takes positive numbers, not {text!r}")
+    return found
+
+
+def split_names(text: str) -> list[str]:
+    """Names separated by commas, with or without spaces."""
+    return [name.strip() for name in text.split(",")]
+
+
+def read_timed(
+    trace: str,
+    options: TraceOptions,
+    limit: int | None,
+    skip_bad: bool,
+    session_gap_s: float | None,
+    arrivals: str | None,
+) -> tuple[list[Request], Sequence[TraceError], bool]:
+    """The requests of a trace in the order of their times, the lines left out, and whether prompts are text,
+    whose tokens are estimated."""
+    if session_gap_s is not None:
+        options = replace(options, session_gap_s=session_gap_s)
+    requests, skipped = read_requests(trace, options, limit, skip_bad)
+    if session_gap_s is not None:
+        requests = with_starts(requests, session_gap_s, options.seed)
+    if arrivals is not None:
+        requests = with_arrivals(requests, read_trace(arrivals))
+    estimated = any(request.num_tokens is None for request in requests)
+    return in_time_order(requests), skipped, estimated
 
 
 def _pooled(requests: Sequence[Request], options: PooledOptions, names: Sequence[str]) -> dict[str, Any]:
-    prompts = Prompts.of(requests, options)
+    prompts = Prompts(requests, options)
     runs = {name: simulate_policy(prompts, options, name) for name in names}
     bounds = {"infinite": infinite(prompts, options), "pooled_opt": optimum(prompts, options)}
     return {"blocks": options.blocks, "block_size": options.block_size, "bounds": bounds, "pooled": runs}
@@ -103,13 +161,13 @@ def _fleet(
 ) -> dict[str, Any]:
     fleets = [(Fleet(config, name), speed) for speed in speeds for name in names]  # all names are checked now
     pool = PooledOptions(config.replicas * config.blocks, config.block_size)
-    prompts = Prompts.of(requests, pool)
+    prompts = Prompts(requests, pool)
     bounds = {
         "infinite": infinite(prompts, pool),
         "pooled_lru": simulate_policy(prompts, pool, "lru")["hit_rate"],
         "pooled_opt": optimum(prompts, pool),
     }
-    runs = [{**fleet.run(requests, speed).as_json(), "speed": speed} for fleet, speed in fleets]
+    runs = [{**fleet.run(faster(requests, at)).as_json(), "speed": at} for fleet, at in fleets]
     return {"bounds": bounds, "runs": runs}
 
 

@@ -11,15 +11,15 @@ from router.lab.sim.request import SimRequest
 class Measures:
     """Figures of one run; `as_json` has the keys that `warmroute simulate --json` documents."""
 
-    def __init__(self, policy: str, replicas: int) -> None:
+    def __init__(self, policy: str) -> None:
         self.policy = policy
         self.refused = 0
+        self.moved = 0  # requests that lost their replica and were placed again
         self.per_replica: Counter[int] = Counter()
-        self._replicas = replicas
         self.ttft_s: list[float] = []  # by the order in which requests ended
         self._tpot: list[float] = []
         self._e2e: list[float] = []
-        self._prompt = self._cached = 0
+        self._prompt = self._cached = self._loaded = 0
         self._decide: list[float] = []
         self._sim_s = self._wall_s = 0.0
         self._busy: list[float] = []
@@ -33,6 +33,7 @@ class Measures:
         self.per_replica[request.replica] += 1
         self._prompt += len(request.tokens)
         self._cached += request.cached_tokens
+        self._loaded += request.loaded_tokens
         self.ttft_s.append(request.first_at - request.arrived_at)
         self._e2e.append(now - request.arrived_at)
         if request.answer_tokens > 1:
@@ -54,12 +55,14 @@ class Measures:
             "policy": self.policy,
             "requests": len(self.ttft_s),
             "refused": self.refused,
+            "moved": self.moved,
             "hit_rate": self.hit_rate,
+            "loaded_rate": self._loaded / max(self._prompt, 1),
             "ttft_ms": _spread(self.ttft_s),
             "tpot_ms": _spread(self._tpot),
             "e2e_ms": _spread(self._e2e),
             "imbalance": float(busy.max() / busy.mean()) if busy.any() else 1.0,
-            "requests_per_replica": [self.per_replica[number] for number in range(self._replicas)],
+            "requests_per_replica": [self.per_replica[number] for number in range(len(self._busy))],
             "sim_seconds": self._sim_s,
             "wall_seconds": self._wall_s,
             "decide_us": float(np.median(self._decide) * 1e6) if self._decide else 0.0,

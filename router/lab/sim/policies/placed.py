@@ -15,6 +15,7 @@ class PlacedByRouters:
     def __init__(
         self, policy: str, block_size: int, routers: int, clock: Callable[[], float], rng: random.Random
     ) -> None:
+        self.wants = "fingerprint" if policy == "cache_aware" else "load"
         self._routers = [
             Placement(
                 policy,
