@@ -9,13 +9,16 @@ from rich.console import Console
 from rich.table import Table
 
 from kvcore.errors import InvalidRequest
-from router.lab.commands import check_writable, deliver, read_requests, tell_skipped
+from router.lab.commands import check_report, check_writable, deliver, read_requests, tell_skipped
 from router.lab.errors import OptionError
 from router.lab.modifiers import in_time_order
+from router.lab.page.simulation import write_simulation
 from router.lab.pooled import PooledOptions, Prompts, infinite, optimum, simulate_policy
 from router.lab.record import Request
 from router.lab.rows import TraceOptions
 from router.lab.sim.fleet import Fleet, FleetConfig
+from router.lab.sim.journal import Journal
+from router.lab.sim.measures import Measures
 from router.lab.sim.policies import OTHERS, PLACED
 from router.lab.sim.timing import Timing
 
@@ -47,10 +50,16 @@ def simulate(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.")] = None,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave broken lines out.")] = False,
     json_file: Annotated[str | None, typer.Option("--json", help="Write JSON here (- for stdout).")] = None,
+    report_file: Annotated[
+        str | None, typer.Option("--report", help="Write a page about the runs here (HTML, one file).")
+    ] = None,
 ) -> None:
     """Run a trace on a simulated fleet, once per routing policy: real placement and real prefix caches, and a
     model of how long steps take. With --pooled: eviction policies in one pool of blocks."""
     check_writable(json_file)
+    check_report(report_file)
+    if report_file is not None and pooled:
+        raise OptionError("--report is about fleets: it cannot be had with --pooled")
     speeds = _numbers(speed)
     requests, skipped = read_requests(trace, TraceOptions(), limit, skip_bad)
     requests = in_time_order(requests)
@@ -73,8 +82,10 @@ def simulate(
                 slow,
             )
             names = (policy or "cache_aware,least_load,round_robin").split(",")
-            report = _fleet(requests, config, names, speeds)
+            report, watched = _fleet(requests, config, names, speeds, watch=report_file is not None)
             console.print(_fleet_table(report))
+            if report_file is not None:
+                write_simulation(report_file, trace, timing, config, report["bounds"], watched)
     except (InvalidRequest, MemoryError) as error:
         raise OptionError(str(error)) from error
     deliver({"trace": trace, **report}, json_file)
@@ -99,8 +110,13 @@ def _pooled(requests: Sequence[Request], options: PooledOptions, names: Sequence
 
 
 def _fleet(
-    requests: Sequence[Request], config: FleetConfig, names: Sequence[str], speeds: Sequence[float]
-) -> dict[str, Any]:
+    requests: Sequence[Request],
+    config: FleetConfig,
+    names: Sequence[str],
+    speeds: Sequence[float],
+    watch: bool,
+) -> tuple[dict[str, Any], list[tuple[float, Measures]]]:
+    """The report, and the speed and measures of each run; those have a journal if `watch`."""
     fleets = [(Fleet(config, name), speed) for speed in speeds for name in names]  # all names are checked now
     pool = PooledOptions(config.replicas * config.blocks, config.block_size)
     prompts = Prompts.of(requests, pool)
@@ -109,8 +125,12 @@ def _fleet(
         "pooled_lru": simulate_policy(prompts, pool, "lru")["hit_rate"],
         "pooled_opt": optimum(prompts, pool),
     }
-    runs = [{**fleet.run(requests, speed).as_json(), "speed": speed} for fleet, speed in fleets]
-    return {"bounds": bounds, "runs": runs}
+    if watch:
+        for fleet, _ in fleets:
+            fleet.measures.journal = Journal(config.block_size)
+    measured = [(speed, fleet.run(requests, speed)) for fleet, speed in fleets]
+    runs = [{**measures.as_json(), "speed": speed} for speed, measures in measured]
+    return {"bounds": bounds, "runs": runs}, measured
 
 
 def _pooled_table(report: dict[str, Any]) -> Table:

@@ -161,6 +161,7 @@ class Fleet:
             self.measures.refused += 1
             return
         sim.replica = replica
+        self.measures.placed(sim, self.replicas)
         self.replicas[replica].add(sim)
         self._plan(replica)
 

@@ -1,19 +1,26 @@
 """What a simulation measures: hit rate, latencies, load."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from router.lab.sim.journal import Journal
+from router.lab.sim.replica import SimReplica
 from router.lab.sim.request import SimRequest
 
 
 class Measures:
-    """Figures of one run; `as_json` has the keys that `warmroute simulate --json` documents."""
+    """Figures of one run; `as_json` has the keys that `warmroute simulate --json` documents.
+
+    Whoever wants a report sets `journal` before the run; it costs time and memory, so there is none by default.
+    """
 
     def __init__(self, policy: str, replicas: int) -> None:
         self.policy = policy
         self.refused = 0
+        self.journal: Journal | None = None
         self.per_replica: Counter[int] = Counter()
         self._replicas = replicas
         self.ttft_s: list[float] = []  # by the order in which requests ended
@@ -28,8 +35,15 @@ class Measures:
         """A decision took so long, in real time."""
         self._decide.append(seconds)
 
+    def placed(self, request: SimRequest, replicas: Sequence[SimReplica]) -> None:
+        """A request has its replica, which does not know of it yet."""
+        if self.journal is not None:
+            self.journal.placed(request, [replica.cache for replica in replicas])
+
     def add(self, request: SimRequest, now: float) -> None:
         """A request has ended."""
+        if self.journal is not None:
+            self.journal.ended(request, now)
         self.per_replica[request.replica] += 1
         self._prompt += len(request.tokens)
         self._cached += request.cached_tokens
@@ -41,6 +55,8 @@ class Measures:
     def finish(self, sim_s: float, wall_s: float, busy_s: list[float]) -> None:
         """The simulation is over."""
         self._sim_s, self._wall_s, self._busy = sim_s, wall_s, busy_s
+        if self.journal is not None:
+            self.journal.finish()
 
     @property
     def hit_rate(self) -> float:
@@ -63,6 +79,7 @@ class Measures:
             "sim_seconds": self._sim_s,
             "wall_seconds": self._wall_s,
             "decide_us": float(np.median(self._decide) * 1e6) if self._decide else 0.0,
+            **({} if self.journal is None else self.journal.as_json()),
         }
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.lease import Lease
+from router.placement import Decision
 
 
 @dataclass(eq=False)
@@ -18,6 +19,7 @@ class SimRequest:
     arrived_at: float
     session: str | None = None
     placed: object = None  # what the policy wants to be told again
+    decision: Decision | None = None  # of policies that say what they believed, and why they chose
     replica: int = -1
     lease: Lease | None = None
     computed: int = 0

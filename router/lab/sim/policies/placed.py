@@ -35,7 +35,7 @@ class PlacedByRouters:
             decision = router.place(request.hashes, len(request.tokens))
         except QueueFull:
             return None
-        request.placed = (router, decision)
+        request.placed, request.decision = (router, decision), decision
         return int(decision.replica_id)
 
     @staticmethod
