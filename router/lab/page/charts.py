@@ -23,12 +23,13 @@ from router.lab.page.style import (
     line_styles,
     svg,
 )
-from router.lab.page.timeline import timeline
+from router.lab.page.timeline import last_end_s, timeline
 
 _WIDTH = 10.5
 _BAR = 0.27  # inches of a bar with its gap
 _POINTS = 160  # of a curve
 _LEAST_NAMED = 0.032  # of the width: narrower parts of a bar have no room for their figure
+_BOUNDS: tuple[Any, ...] = ((0, (1, 1.5)), (0, (5, 2)), "-")
 Drawing = Callable[[Axes, PageRun, LineStyle], None]
 
 
@@ -43,9 +44,8 @@ def hit_rates(runs: Sequence[PageRun], bounds: Mapping[str, float]) -> str:
             rate = 100 * (run.figures["hit_rate"] or 0.0)
             axes.barh(row, rate, color=styles[run.policy].color, height=0.72)
             _name_bar(axes, row, rate, inside=rate > most / 12)
-        lines = zip(bounds.items(), ((0, (1, 1.5)), (0, (5, 2)), "-"), strict=False)
         handles = []
-        for (name, rate), dashes in lines:
+        for (name, rate), dashes in zip(bounds.items(), _BOUNDS, strict=False):
             axes.axvline(100 * rate, color=INK, linestyle=dashes, linewidth=1.2)
             label = f"{name}: {rate:.1%}"
             handles.append(Line2D([], [], color=INK, linestyle=dashes, linewidth=1.2, label=label))
@@ -80,7 +80,7 @@ def latencies(runs: Sequence[PageRun], seconds: Callable[[PageRun], Floats], wha
     found = found[found > 0]
     low, high = (float(found.min()), float(found.max())) if len(found) else (0.1, 1.0)
     if len(found) > 1000:
-        low = float(np.quantile(found, 0.001))
+        low = float(np.quantile(found, 0.005))  # a few very fast ones would take half of the width
 
     def draw(axes: Axes, run: PageRun, style: LineStyle) -> None:
         values = np.sort(seconds(run))
@@ -100,9 +100,10 @@ def latencies(runs: Sequence[PageRun], seconds: Callable[[PageRun], Floats], wha
 
 def hits_over_time(runs: Sequence[PageRun]) -> str:
     """Hit rate over the time of a run, a panel for each speed."""
+    ends = {speed: last_end_s(group) for speed, group in grouped(runs).items()}
 
     def draw(axes: Axes, run: PageRun, style: LineStyle) -> None:
-        line = timeline(run, bins=30)
+        line = timeline(run, ends[run.speed], bins=30)
         middle = (line.edges_s[1:] + line.edges_s[:-1]) / 2
         axes.plot(middle, line.all_hit_rate, **style.options)
 
@@ -110,7 +111,7 @@ def hits_over_time(runs: Sequence[PageRun]) -> str:
         axes.set_ylim(bottom=0)
         axes.set_xlim(left=0)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f} s"))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g} s"))
 
     return _lines(runs, draw, finish, "time of arrival", "hit rate", "Hit rate over time")
 
@@ -119,7 +120,14 @@ def _name_bar(axes: Axes, row: int, rate: float, inside: bool) -> None:
     """Write the figure at the end of its bar, where no bound's line crosses it."""
     color, side, shift = (INSIDE, "right", -5) if inside else (INK, "left", 4)
     axes.annotate(
-        f"{rate:.1f}", (rate, row), (shift, 0), textcoords="offset points", va="center", ha=side, color=color, fontsize=8
+        f"{rate:.1f}",
+        (rate, row),
+        (shift, 0),
+        textcoords="offset points",
+        va="center",
+        ha=side,
+        color=color,
+        fontsize=8,
     )
 
 
@@ -166,7 +174,7 @@ def _stacked(
             for row, (width, start) in enumerate(zip(widths, left, strict=True)):
                 visible = min(width, most - start)
                 if visible >= _LEAST_NAMED * most:
-                    text = f"{width:.1f}" + " →" * (visible < width - 1e-9)
+                    text = f"{width:.1f} →" if visible < width - 1e-9 else f"{width:.1f}"
                     axes.text(start + visible / 2, row, text, color=ink, ha="center", va="center", fontsize=8)
             left += widths
         axes.set_xlim(0, most)

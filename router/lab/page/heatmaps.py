@@ -1,4 +1,4 @@
-"""Load and hit rate of each replica over time, as heat maps: a row is a replica, a column a part of the run."""
+"""Load and hit rate of each replica over time, as heat maps: a row a replica, a column a part of a run."""
 
 from collections.abc import Sequence
 
@@ -9,16 +9,17 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from router.lab.page.runs import Floats, PageRun
 from router.lab.page.style import figure, grouped, in_style, svg
-from router.lab.page.timeline import Timeline, timeline
+from router.lab.page.timeline import Timeline, last_end_s, timeline
 
 _WIDTH, _COLORS = 10.5, "cividis"
 
 
 def heatmaps(runs: Sequence[PageRun]) -> list[tuple[str, str]]:
-    """For each run with known replicas its label and three maps; runs of one speed share the scale of load."""
+    """For each run with known replicas its label and three maps; runs of one speed share all scales."""
     found = []
     for group in grouped(run for run in runs if run.replicas).values():
-        lines = [timeline(run) for run in group]
+        end_s = last_end_s(group)
+        lines = [timeline(run, end_s) for run in group]
         most = max(1.0, *(float(line.there.max()) for line in lines))
         best = max(0.01, *(float(np.nan_to_num(line.hit_rate).max()) for line in lines))
         found += [(run.label, _maps(run, line, most, best)) for run, line in zip(group, lines, strict=True)]
@@ -48,15 +49,11 @@ def _map(
         values, aspect="auto", interpolation="none", extent=extent, vmin=0, vmax=most, cmap=_COLORS
     )
     axes.set_title(title)
-    axes.set_xlabel("time of the run" if end >= 1 else "time of the run, ms")
+    axes.set_xlabel("time of the run")
     axes.xaxis.set_major_locator(MaxNLocator(4))
-    axes.xaxis.set_major_formatter(FuncFormatter(_name(end)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g} s"))
     bar = drawn.colorbar(image, ax=axes, pad=0.02, fraction=0.05, aspect=12)
     bar.outline.set_visible(False)
     bar.ax.yaxis.set_major_locator(MaxNLocator(3))
     if share:
         bar.ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-
-
-def _name(end: float):  # type: ignore[no-untyped-def]
-    return lambda value, _: f"{value:,.0f} s" if end >= 5 else f"{value:g} s"

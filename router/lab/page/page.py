@@ -113,11 +113,15 @@ def _columns() -> list[_Column]:
         for part in ("mean", "p50", "p90", "p99")
     ]
     return [
-        _Column("hit rate", "%", lambda run: run.figures["hit_rate"], lambda value: f"{100 * value:.1f}", max),
+        _Column(
+            "hit rate", "%", lambda run: run.figures["hit_rate"], lambda value: f"{100 * value:.1f}", max
+        ),
         *latencies,
         _Column("imbalance", "max/mean", lambda run: run.figures.get("imbalance"), lambda v: f"{v:.2f}"),
         _Column("decide", "µs", lambda run: run.figures.get("decide_us"), lambda value: f"{value:.0f}"),
-        _Column("not served", "requests", lambda run: run.figures["refused"] or None, lambda v: f"{v:,.0f}", None),
+        _Column(
+            "not served", "requests", lambda run: run.figures["refused"] or None, lambda v: f"{v:,.0f}", None
+        ),
     ]
 
 
@@ -132,7 +136,15 @@ def _rows(runs: Sequence[PageRun], columns: Sequence[_Column]) -> list[dict[str,
         for number, run in enumerate(group):
             cells = [_cell(column, run, group) for column in columns]
             counts = run.figures["requests_per_replica"]
-            rows.append({"run": run, "first": number == 0, "cells": cells, "counts": _spread(counts)})
+            rows.append(
+                {
+                    "run": run,
+                    "first": number == 0,
+                    "cells": cells,
+                    "counts": counts,
+                    "counts_text": _spread(counts),
+                }
+            )
     return rows
 
 
@@ -141,15 +153,16 @@ def _cell(column: _Column, run: PageRun, group: Sequence[PageRun]) -> _Cell:
     if value is None:
         return _Cell("–")
     others = [found for found in map(column.value, group) if found is not None]
-    best = len(group) > 1 and column.best is not None and value == column.best(others)
-    return _Cell(column.text(value), best)
+    text = column.text(value)
+    best = len(group) > 1 and column.best is not None and text == column.text(column.best(others))
+    return _Cell(text, best)
 
 
 def _spread(counts: Sequence[int]) -> str:
-    """All counts if they are few, else the range."""
-    if len(counts) <= 8:
+    """All counts if they are few, else the least and the most."""
+    if len(counts) <= 4:
         return " / ".join(f"{count:,}" for count in counts)
-    return f"{min(counts):,} – {max(counts):,}"
+    return f"{min(counts):,} to {max(counts):,}"
 
 
 def _fates(runs: Sequence[PageRun]) -> dict[str, Any]:
@@ -159,6 +172,8 @@ def _fates(runs: Sequence[PageRun]) -> dict[str, Any]:
     rows = []
     for run in told:
         total = max(1, sum(run.fates.values()))
-        cells = [(f"{100 * run.fates.get(name, 0) / total:.2f}", f"{run.fates.get(name, 0):,}") for name in names]
+        cells = [
+            (f"{100 * run.fates.get(name, 0) / total:.2f}", f"{run.fates.get(name, 0):,}") for name in names
+        ]
         rows.append((run.label, cells, f"{sum(run.fates.values()):,}"))
     return {"names": [FATES[name][2] for name in names], "rows": rows}

@@ -20,7 +20,9 @@ def write_replay(path: str, trace: str, url: str, options: ReplayOptions, report
 
 
 def _facts(trace: str, url: str, options: ReplayOptions, report: Report) -> list[tuple[str, str]]:
-    loop = f"open, ×{options.speed:g}" if options.speed is not None else f"closed, {options.in_flight} in flight"
+    loop = (
+        f"open, ×{options.speed:g}" if options.speed is not None else f"closed, {options.in_flight} in flight"
+    )
     facts = [
         ("trace", Path(trace).name),
         ("endpoint", urlsplit(url).netloc.rpartition("@")[2] or url),  # never a password

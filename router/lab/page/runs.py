@@ -70,10 +70,13 @@ def simulated(measures: Measures, speed: float) -> PageRun:
     journal = measures.journal
     assert journal is not None
     figures = measures.as_json()
-    columns = (journal.arrived_s, journal.first_s, journal.ended_s)
-    counts = (journal.replica, journal.prompt_tokens, journal.cached_tokens)
     requests = Requests(
-        *(np.array(column, np.float64) for column in columns), *(np.array(column, np.int64) for column in counts)
+        arrived_s=np.array(journal.arrived_s, np.float64),
+        first_s=np.array(journal.first_s, np.float64),
+        ended_s=np.array(journal.ended_s, np.float64),
+        replica=np.array(journal.replica, np.int64),
+        prompt_tokens=np.array(journal.prompt_tokens, np.int64),
+        cached_tokens=np.array(journal.cached_tokens, np.int64),
     )
     replicas = [str(number) for number in range(len(figures["requests_per_replica"]))]
     fates = {name: journal.losses.tokens[name] for name in SIMULATED_FATES}

@@ -6,6 +6,7 @@ that no chart uses otherwise, and `svg` puts the page's colours in their place.
 
 import io
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,11 +36,12 @@ FATES = {
 REASONS = (*zip((_HIGHLIGHT, *_OTHERS), ("#ffffff", "#ffffff", *["#111111"] * 4, "#ffffff"), strict=True),)
 """Colours of parts, and of text on them."""
 
-_SETTINGS: dict[str, Any] = {
+_SETTINGS: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "warmroute",
     "font.family": "DejaVu Sans",  # comes with matplotlib, and is wider than what the page shows
     "font.size": 9,
+    "text.parse_math": False,  # names come from users
     "text.color": INK,
     "axes.labelcolor": INK,
     "axes.edgecolor": GRID,
@@ -83,7 +85,7 @@ class LineStyle:
 
 
 def line_styles(runs: Sequence[PageRun]) -> Mapping[str, LineStyle]:
-    """A style for each policy: `cache_aware` and the six with the lowest mean TTFT stand out, others are grey."""
+    """A style for each policy: `cache_aware` and six with the lowest mean TTFT stand out, others are grey."""
     best: dict[str, float] = {}
     for run in runs:
         mean = run.figures["ttft_ms"]["mean"]
@@ -112,15 +114,28 @@ def svg(drawn: Figure, title: str) -> str:
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     drawn.savefig(buffer, format="svg", metadata=nothing)
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r' id="(?!m|p|image|h)[A-Za-z]+\w*_\d+"', "", text)  # nobody refers to groups
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    text = _compact(buffer.getvalue())
     for stand_in, color in _THEME.items():
         text = text.replace(stand_in, color)
     return text.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
+
+
+def _compact(text: str) -> str:
+    """What of a drawing a page needs, with ids that no other drawing has; the page says how wide it is."""
+    text = text[text.index("<svg") :]
+    for useless in (
+        r"<metadata>.*?</metadata>",
+        r"<style.*?</style>",
+        r'(?<=<svg) width="[^"]*" height="[^"]*"',
+        r' id="(?![a-z]+[0-9a-f]{10}")[^"]*"',  # nobody refers to groups
+        r" transform=\"rotate\(-0 [^)]*\)\"",
+        r"font-family: 'DejaVu Sans'; ",
+        r'<path d="[^"]*" style="fill: none"/>',  # frames that are not drawn
+        r"(?<=>)\s+(?=<)",
+    ):
+        text = re.sub(useless, "", text, flags=re.DOTALL)
+    mark = f"{zlib.crc32(text.encode()):08x}"
+    return re.sub(r'((?:id="|#)[a-z]+[0-9a-f]{10})(?=["\)])', rf"\1-{mark}", text)
 
 
 def grouped(runs: Iterable[PageRun]) -> dict[float | None, list[PageRun]]:

@@ -1,5 +1,6 @@
 """Requests over time, by replica: matrices [replicas, bins] over equal parts of a run."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,11 +24,10 @@ class Timeline:
     all_hit_rate: Floats
 
 
-def timeline(run: PageRun, bins: int = BINS) -> Timeline:
-    """The timeline of a run. Requests whose replica is not known count in `all_hit_rate` only."""
+def timeline(run: PageRun, end_s: float, bins: int = BINS) -> Timeline:
+    """The timeline of a run until `end_s`. Requests of unknown replicas count in `all_hit_rate` only."""
     requests, count = run.requests, len(run.replicas)
-    end = float(requests.ended_s.max()) if len(requests.ended_s) else 0.0
-    edges = np.linspace(0.0, end or 1.0, bins + 1)
+    edges = np.linspace(0.0, end_s, bins + 1)
     there, busy = np.zeros((count, bins)), np.zeros((count, bins))
     hit, prompt = np.zeros((count + 1, bins)), np.zeros((count + 1, bins))
     came = np.clip(np.searchsorted(edges, requests.arrived_s, "right") - 1, 0, bins - 1)
@@ -40,6 +40,11 @@ def timeline(run: PageRun, bins: int = BINS) -> Timeline:
         busy[number] = _mean(edges, *_union(began, ended))
     with np.errstate(invalid="ignore"):
         return Timeline(edges, there, busy, hit[:count] / prompt[:count], hit.sum(0) / prompt.sum(0))
+
+
+def last_end_s(runs: Sequence[PageRun]) -> float:
+    """When the last request of all runs ended, 1 if there was none: seconds from the start."""
+    return max((float(run.requests.ended_s.max()) for run in runs if len(run.requests.ended_s)), default=1.0)
 
 
 def _mean(edges: Floats, began: Floats, ended: Floats) -> Floats:

@@ -106,9 +106,9 @@ class Losses:
     def _longest(
         self, request: SimRequest, keys: Sequence[int], caches: Sequence[PrefixCache], asked: int, best: int
     ) -> int:
-        """The deepest that any replica holds or will hold of blocks known from before; `best` is to be beaten.
+        """How many of the leading blocks any replica holds or will hold, if more than `best`.
 
-        Replicas whose bit is in `asked` are left out.
+        `keys` were all sent before. Replicas whose bit is in `asked` are left out.
         """
         for depth in range(len(keys), 0, -1):
             if best >= depth:

@@ -14,7 +14,7 @@ from router.lab.sim.request import SimRequest
 class Measures:
     """Figures of one run; `as_json` has the keys that `warmroute simulate --json` documents.
 
-    Whoever wants a report sets `journal` before the run; it costs time and memory, so there is none by default.
+    Whoever wants a report sets `journal` before the run; it costs time and memory, so it is None else.
     """
 
     def __init__(self, policy: str, replicas: int) -> None:
