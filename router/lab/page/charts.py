@@ -13,7 +13,6 @@ from router.lab.page.runs import Floats, PageRun
 from router.lab.page.style import (
     FATES,
     INK,
-    INSIDE,
     MUTED,
     REASONS,
     LineStyle,
@@ -23,7 +22,7 @@ from router.lab.page.style import (
     line_styles,
     svg,
 )
-from router.lab.page.timeline import last_end_s, timeline
+from router.lab.page.timeline import last_s, timeline
 
 _WIDTH = 10.5
 _BAR = 0.27  # inches of a bar with its gap
@@ -36,14 +35,13 @@ Drawing = Callable[[Axes, PageRun, LineStyle], None]
 def hit_rates(runs: Sequence[PageRun], bounds: Mapping[str, float]) -> str:
     """A bar a run, and a line a bound."""
     with in_style():
-        drawn, axes = _bars(runs)
+        drawn, axes = _bars([f"{run.label}   {_percent(run.figures['hit_rate'])}" for run in runs])
         styles = line_styles(runs)
         rates = [*bounds.values(), *(run.figures["hit_rate"] or 0.0 for run in runs)]
         most = min(100.0, 106 * max(rates) or 1.0)
         for row, run in enumerate(runs):
             rate = 100 * (run.figures["hit_rate"] or 0.0)
             axes.barh(row, rate, color=styles[run.policy].color, height=0.72)
-            _name_bar(axes, row, rate, inside=rate > most / 12)
         handles = []
         for (name, rate), dashes in zip(bounds.items(), _BOUNDS, strict=False):
             axes.axvline(100 * rate, color=INK, linestyle=dashes, linewidth=1.2)
@@ -100,10 +98,9 @@ def latencies(runs: Sequence[PageRun], seconds: Callable[[PageRun], Floats], wha
 
 def hits_over_time(runs: Sequence[PageRun]) -> str:
     """Hit rate over the time of a run, a panel for each speed."""
-    ends = {speed: last_end_s(group) for speed, group in grouped(runs).items()}
 
     def draw(axes: Axes, run: PageRun, style: LineStyle) -> None:
-        line = timeline(run, ends[run.speed], bins=30)
+        line = timeline(run, last_s(run.requests.arrived_s), bins=30)
         middle = (line.edges_s[1:] + line.edges_s[:-1]) / 2
         axes.plot(middle, line.all_hit_rate, **style.options)
 
@@ -116,30 +113,18 @@ def hits_over_time(runs: Sequence[PageRun]) -> str:
     return _lines(runs, draw, finish, "time of arrival", "hit rate", "Hit rate over time")
 
 
-def _name_bar(axes: Axes, row: int, rate: float, inside: bool) -> None:
-    """Write the figure at the end of its bar, where no bound's line crosses it."""
-    color, side, shift = (INSIDE, "right", -5) if inside else (INK, "left", 4)
-    axes.annotate(
-        f"{rate:.1f}",
-        (rate, row),
-        (shift, 0),
-        textcoords="offset points",
-        va="center",
-        ha=side,
-        color=color,
-        fontsize=8,
-    )
+def _percent(rate: float | None) -> str:
+    return "–" if rate is None else f"{100 * rate:.1f}"
 
 
-def _bars(runs: Sequence[PageRun]) -> tuple[Figure, Axes]:
-    """Room for a bar a run, the first one on top, and for a legend above."""
-    height = _BAR * len(runs) + 0.95
+def _bars(labels: Sequence[str]) -> tuple[Figure, Axes]:
+    """Room for a bar each, the first one on top, and for a legend above."""
+    height = _BAR * len(labels) + 0.95
     drawn = figure(_WIDTH, height)
-    label = max(len(run.label) for run in runs)
-    left = min(0.3, (0.075 * label + 0.2) / _WIDTH)
-    axes = drawn.add_axes((left, 0.52 / height, 0.97 - left, _BAR * len(runs) / height))
-    axes.set_yticks(range(len(runs)), [run.label for run in runs])
-    axes.set_ylim(len(runs) - 0.5, -0.5)
+    left = min(0.3, (0.075 * max(map(len, labels)) + 0.2) / _WIDTH)
+    axes = drawn.add_axes((left, 0.52 / height, 0.97 - left, _BAR * len(labels) / height))
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x")
     return drawn, axes
@@ -164,7 +149,7 @@ def _stacked(
 ) -> str:
     """Bars of parts that add up to 100 %, cut off at `most` percent."""
     with in_style():
-        drawn, axes = _bars(runs)
+        drawn, axes = _bars([run.label for run in runs])
         left = np.zeros(len(runs))
         totals = np.array([max(1, sum(counts.values())) for counts in parts])
         for name, label in labels.items():

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import Normalize, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from router.lab.page.runs import Floats, PageRun
 from router.lab.page.style import figure, grouped, in_style, svg
-from router.lab.page.timeline import Timeline, last_end_s, timeline
+from router.lab.page.timeline import Timeline, last_s, timeline
 
 _WIDTH, _COLORS = 10.5, "cividis"
 
@@ -18,7 +19,7 @@ def heatmaps(runs: Sequence[PageRun]) -> list[tuple[str, str]]:
     """For each run with known replicas its label and three maps; runs of one speed share all scales."""
     found = []
     for group in grouped(run for run in runs if run.replicas).values():
-        end_s = last_end_s(group)
+        end_s = last_s(*(run.requests.ended_s for run in group))
         lines = [timeline(run, end_s) for run in group]
         most = max(1.0, *(float(line.there.max()) for line in lines))
         best = max(0.01, *(float(np.nan_to_num(line.hit_rate).max()) for line in lines))
@@ -32,22 +33,18 @@ def _maps(run: PageRun, line: Timeline, most: float, best: float) -> str:
         drawn = figure(_WIDTH, height)
         panels = drawn.subplots(1, 3, sharey=True)
         drawn.subplots_adjust(0.06, 0.5 / height, 0.965, 1 - 0.28 / height, wspace=0.14)
-        _map(drawn, panels[0], line, line.there, most, "requests there", share=False)
-        _map(drawn, panels[1], line, line.busy, 1.0, "share of time busy", share=True)
-        _map(drawn, panels[2], line, line.hit_rate, best, "hit rate", share=True)
+        _map(drawn, panels[0], line, line.there, PowerNorm(0.5, 0, most), "requests there")
+        _map(drawn, panels[1], line, line.busy, Normalize(0, 1), "share of time busy")
+        _map(drawn, panels[2], line, line.hit_rate, Normalize(0, best), "hit rate")
         panels[0].set_ylabel("replica")
         panels[0].yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
         return svg(drawn, "Load and hit rate of each replica over time")
 
 
-def _map(
-    drawn: Figure, axes: Axes, line: Timeline, values: Floats, most: float, title: str, share: bool
-) -> None:
+def _map(drawn: Figure, axes: Axes, line: Timeline, values: Floats, scale: Normalize, title: str) -> None:
     end = float(line.edges_s[-1])
     extent = (0.0, end, len(values) - 0.5, -0.5)
-    image = axes.imshow(
-        values, aspect="auto", interpolation="none", extent=extent, vmin=0, vmax=most, cmap=_COLORS
-    )
+    image = axes.imshow(values, aspect="auto", interpolation="none", extent=extent, norm=scale, cmap=_COLORS)
     axes.set_title(title)
     axes.set_xlabel("time of the run")
     axes.xaxis.set_major_locator(MaxNLocator(4))
@@ -55,5 +52,5 @@ def _map(
     bar = drawn.colorbar(image, ax=axes, pad=0.02, fraction=0.05, aspect=12)
     bar.outline.set_visible(False)
     bar.ax.yaxis.set_major_locator(MaxNLocator(3))
-    if share:
+    if not isinstance(scale, PowerNorm):
         bar.ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))

@@ -19,8 +19,6 @@ from router.lab.page.runs import PageRun
 INK, GRID, MUTED, FAINT = "#010203", "#040506", "#070809", "#0a0b0c"
 _THEME = {INK: "currentColor", GRID: "var(--grid)", MUTED: "var(--muted)", FAINT: "var(--faint)"}
 
-INSIDE = "#ffffff"
-"""Figures on coloured bars."""
 _HIGHLIGHT = "#0072b2"
 _OTHERS = ("#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9", "#8c6d1f")
 _DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 1.5, 1.5, 1.5)), "-", (0, (4, 2)))
@@ -127,7 +125,7 @@ def _compact(text: str) -> str:
         r"<metadata>.*?</metadata>",
         r"<style.*?</style>",
         r'(?<=<svg) width="[^"]*" height="[^"]*"',
-        r' id="(?![a-z]+[0-9a-f]{10}")[^"]*"',  # nobody refers to groups
+        r' id="(?![a-z][0-9a-f]{10}")[^"]*"',  # nobody refers to groups and images
         r" transform=\"rotate\(-0 [^)]*\)\"",
         r"font-family: 'DejaVu Sans'; ",
         r'<path d="[^"]*" style="fill: none"/>',  # frames that are not drawn
@@ -135,7 +133,7 @@ def _compact(text: str) -> str:
     ):
         text = re.sub(useless, "", text, flags=re.DOTALL)
     mark = f"{zlib.crc32(text.encode()):08x}"
-    return re.sub(r'((?:id="|#)[a-z]+[0-9a-f]{10})(?=["\)])', rf"\1-{mark}", text)
+    return re.sub(r'((?:id="|#)[a-z][0-9a-f]{10})(?=["\)])', rf"\1-{mark}", text)
 
 
 def grouped(runs: Iterable[PageRun]) -> dict[float | None, list[PageRun]]:

@@ -1,6 +1,5 @@
 """Requests over time, by replica: matrices [replicas, bins] over equal parts of a run."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,9 +41,9 @@ def timeline(run: PageRun, end_s: float, bins: int = BINS) -> Timeline:
         return Timeline(edges, there, busy, hit[:count] / prompt[:count], hit.sum(0) / prompt.sum(0))
 
 
-def last_end_s(runs: Sequence[PageRun]) -> float:
-    """When the last request of all runs ended, 1 if there was none: seconds from the start."""
-    return max((float(run.requests.ended_s.max()) for run in runs if len(run.requests.ended_s)), default=1.0)
+def last_s(*times: Floats) -> float:
+    """The latest of some times, 1 if all are 0 or there is none: a timeline has to have a length."""
+    return max((float(found.max()) for found in times if len(found)), default=0.0) or 1.0
 
 
 def _mean(edges: Floats, began: Floats, ended: Floats) -> Floats:
