@@ -35,7 +35,7 @@ Drawing = Callable[[Axes, PageRun, LineStyle], None]
 def hit_rates(runs: Sequence[PageRun], bounds: Mapping[str, float]) -> str:
     """A bar a run, and a line a bound."""
     with in_style():
-        drawn, axes = _bars([f"{run.label}   {_percent(run.figures['hit_rate'])}" for run in runs])
+        drawn, axes = _bars([f"{run.label}\u2002\u2002{_percent(run.figures['hit_rate'])}" for run in runs])
         styles = line_styles(runs)
         rates = [*bounds.values(), *(run.figures["hit_rate"] or 0.0 for run in runs)]
         most = min(100.0, 106 * max(rates) or 1.0)
@@ -210,6 +210,7 @@ def _time_ticks(axes: Axes) -> None:
     def name(value: float, _: int | None = None) -> str:
         return f"{value:g} s" if value >= 1 else f"{1000 * value:g} ms"
 
-    axes.xaxis.set_major_locator(LogLocator(10))
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5) if high < 100 * low else (1,)))
     axes.xaxis.set_major_formatter(FuncFormatter(name))
     axes.xaxis.set_minor_formatter(NullFormatter())

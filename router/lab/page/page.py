@@ -108,7 +108,7 @@ def _columns() -> list[_Column]:
         for group, key, write in (
             ("TTFT, ms", "ttft_ms", _figure),
             ("TPOT, ms", "tpot_ms", _figure),
-            ("E2E, s", "e2e_ms", lambda value: f"{value / 1000:,.1f}"),
+            ("E2E, s", "e2e_ms", _seconds),
         )
         for part in ("mean", "p50", "p90", "p99")
     ]
@@ -127,6 +127,10 @@ def _columns() -> list[_Column]:
 
 def _figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _seconds(milliseconds: float) -> str:
+    return f"{milliseconds / 1000:,.{1 if milliseconds >= 1000 else 3}f}"
 
 
 def _rows(runs: Sequence[PageRun], columns: Sequence[_Column]) -> list[dict[str, Any]]:

@@ -83,18 +83,20 @@ class LineStyle:
 
 
 def line_styles(runs: Sequence[PageRun]) -> Mapping[str, LineStyle]:
-    """A style for each policy: `cache_aware` and six with the lowest mean TTFT stand out, others are grey."""
+    """A style for each policy: `cache_aware` (else the first one) and six with the lowest mean TTFT stand out.
+
+    All others are grey.
+    """
     best: dict[str, float] = {}
     for run in runs:
         mean = run.figures["ttft_ms"]["mean"]
         best.setdefault(run.policy, float("inf") if mean is None else mean)
-    others = sorted((policy for policy in best if policy != "cache_aware"), key=best.__getitem__)
+    chosen = "cache_aware" if "cache_aware" in best else next(iter(best), "")
+    others = sorted((policy for policy in best if policy != chosen), key=best.__getitem__)
     styles = {policy: LineStyle(MUTED, "-", 0.8, shown=False) for policy in others}
     for policy, color, dashes in zip(others, _OTHERS, _DASHES, strict=False):
         styles[policy] = LineStyle(color, dashes, 1.5)
-    if "cache_aware" in best:
-        styles = {"cache_aware": LineStyle(_HIGHLIGHT, "-", 2.2), **styles}
-    return styles
+    return {chosen: LineStyle(_HIGHLIGHT, "-", 2.2), **styles}
 
 
 def figure(width: float, height: float) -> Figure:
