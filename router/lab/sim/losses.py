@@ -18,15 +18,18 @@ An exact account, without asking every cache: a prefix can be resident only wher
 and the replicas to which the longest known prefix was sent are asked first.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvcore.cache import PrefixCache
+from router.lab.ideal import common_prefix
 from router.lab.sim.replica import SPACE
 from router.lab.sim.request import SimRequest
+from router.lab.sim.sent import SentPrefixes
 
 CLASSES = ("hit", "workload", "capacity", "routing", "staleness")
+Caches = Sequence[PrefixCache]
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,6 @@ class _Arrival:
     """What was true, and what the router believed, when a request was placed; tokens from the beginning."""
 
     replica: int
-    keys: Sequence[int]
     seen: int
     there: int
     believed_here: int
@@ -44,36 +46,32 @@ class _Arrival:
 class Losses:
     """The account of one run: `placed` for each decision, `ended` for each request that was served.
 
-    `tokens` has the sums by class. Memory: a number for each distinct block that was asked for.
+    `tokens` has the sums by class.
     """
 
     def __init__(self, block_size: int) -> None:
         self.tokens: dict[str, int] = dict.fromkeys(CLASSES, 0)
         self._block_size = block_size
-        self._sent: dict[int, int] = {}  # block: bit mask of the replicas it was sent to
-        self._on_way: list[Counter[int]] = []  # by replica: blocks of requests that have not ended
+        self._sent = SentPrefixes()
         self._open: dict[SimRequest, _Arrival] = {}
+        self._on_way: defaultdict[int, dict[SimRequest, None]] = defaultdict(dict)  # `_open` by replica
 
-    def placed(self, request: SimRequest, caches: Sequence[PrefixCache]) -> None:
+    def placed(self, request: SimRequest, caches: Caches) -> None:
         """A request goes to `request.replica` now; `caches` are all replicas'. Again if it is sent anew."""
         self._forget(request)
-        self._on_way.extend(Counter() for _ in range(len(caches) - len(self._on_way)))
-        keys = request.hashes.tolist()
-        known = next((i for i, key in enumerate(keys) if key not in self._sent), len(keys))
-        here = self._resident(request, keys, caches, request.replica)
-        there = max(here, self._longest(request, keys[:known], caches, 1 << request.replica, here))
+        known = self._sent.find(request.hashes)
+        here = self._resident(request, caches, request.replica)
+        there = self._longest(request, caches, known, here)
         decision = request.decision
         self._open[request] = _Arrival(
             request.replica,
-            keys,
-            seen=self._tokens(request, known),
+            seen=self._tokens(request, known[0][0] if known else 0),
             there=self._tokens(request, there),
             believed_here=self._tokens(request, here) if decision is None else decision.predicted_tokens,
             believed_best=self._tokens(request, there) if decision is None else decision.best_tokens,
         )
-        for key in keys:
-            self._sent[key] = self._sent.get(key, 0) | 1 << request.replica
-        self._on_way[request.replica].update(keys)
+        self._on_way[request.replica][request] = None
+        self._sent.add(request.hashes, request.replica)
 
     def ended(self, request: SimRequest) -> None:
         """A request was served: its tokens are counted."""
@@ -83,53 +81,47 @@ class Losses:
         total, hit = len(request.tokens), request.cached_tokens
         there = max(at.there, hit)
         seen = max(at.seen, there)
-        given_up = min(there, at.believed_best) - max(hit, at.believed_here)
-        routing = max(0, given_up)
+        routing = max(0, min(there, at.believed_best) - max(hit, at.believed_here))
         parts = (hit, total - seen, seen - there, routing, there - hit - routing)
         for name, tokens in zip(CLASSES, parts, strict=True):
             self.tokens[name] += tokens
 
     def finish(self) -> None:
         """No request comes any more: all but the sums is given up."""
-        self._sent, self._on_way, self._open = {}, [], {}
+        self._sent, self._open = SentPrefixes(), {}
+        self._on_way.clear()
 
     def _forget(self, request: SimRequest) -> _Arrival | None:
         at = self._open.pop(request, None)
         if at is not None:
-            on_way = self._on_way[at.replica]
-            on_way.subtract(at.keys)
-            for key in at.keys:
-                if not on_way[key]:
-                    del on_way[key]
+            del self._on_way[at.replica][request]
         return at
 
     def _longest(
-        self, request: SimRequest, keys: Sequence[int], caches: Sequence[PrefixCache], asked: int, best: int
+        self, request: SimRequest, caches: Caches, known: Sequence[tuple[int, int]], here: int
     ) -> int:
-        """How many of the leading blocks any replica holds or will hold, if more than `best`.
+        """The most leading blocks that any replica holds or is going to hold; `here` is the chosen one's.
 
-        `keys` were all sent before. Replicas whose bit is in `asked` are left out.
+        `known` says to which replicas how much of the prompt was sent, longest first.
         """
-        for depth in range(len(keys), 0, -1):
-            if best >= depth:
-                break
-            for replica in _bits(self._sent[keys[depth - 1]] & ~asked):
-                asked |= 1 << replica
-                best = max(best, self._resident(request, keys, caches, replica))
+        best, asked = here, 1 << request.replica
+        for depth, replicas in known:
+            for replica in _bits(replicas & ~asked):
                 if best >= depth:
-                    break
+                    return best
+                asked |= 1 << replica
+                best = max(best, self._resident(request, caches, replica))
         return best
 
-    def _resident(
-        self, request: SimRequest, keys: Sequence[int], caches: Sequence[PrefixCache], replica: int
-    ) -> int:
+    def _resident(self, request: SimRequest, caches: Caches, replica: int) -> int:
         """Leading blocks that a replica has or, by the requests that it has got already, is going to have."""
-        size, total = self._block_size, len(request.tokens)
-        found = caches[replica].probe(request.tokens, SPACE, request.hashes)
-        depth = len(keys) if found == total - 1 else found // size
-        on_way = self._on_way[replica]
-        while depth < len(keys) and keys[depth] in on_way:
-            depth += 1
+        hashes, total = request.hashes, len(request.tokens)
+        found = caches[replica].probe(request.tokens, SPACE, hashes)
+        depth = len(hashes) if found == total - 1 else found // self._block_size
+        for other in self._on_way[replica]:
+            # A hash stands for all the blocks before it too.
+            if depth < min(len(hashes), len(other.hashes)) and other.hashes[depth] == hashes[depth]:
+                depth = common_prefix(other.hashes, hashes)
         return depth
 
     def _tokens(self, request: SimRequest, depth: int) -> int:

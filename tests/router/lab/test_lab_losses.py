@@ -1,6 +1,5 @@
 """Where hit was lost: exact small cases of each class, and an account that always adds up."""
 
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +10,7 @@ from router.lab.sim.fleet import Fleet, FleetConfig
 from router.lab.sim.journal import Journal
 from router.lab.sim.losses import CLASSES, Losses
 from router.lab.sim.policies import OTHERS, PLACED
+from router.lab.sim.sent import SentPrefixes
 from router.lab.sim.timing import Timing
 
 SIMPLE = Timing(0.0, 1.0, 0.125, 0.0, 2**-10, max_batch_tokens=32, max_num_seqs=4)
@@ -100,10 +100,8 @@ class Asking(Losses):
     """Asks every cache, and must find what the short account finds."""
 
     def placed(self, request, caches):
-        keys = request.hashes.tolist()
         self._forget(request)
-        self._on_way.extend(Counter() for _ in range(len(caches) - len(self._on_way)))
-        most = max(self._resident(request, keys, caches, number) for number in range(len(caches)))
+        most = max(self._resident(request, caches, number) for number in range(len(caches)))
         super().placed(request, caches)
         assert self._open[request].there == self._tokens(request, most)
 
@@ -133,7 +131,7 @@ def test_a_request_that_is_sent_anew_counts_once():
     losses.placed(sim, caches)
     losses.ended(sim)
     losses.ended(sim)
-    assert sum(losses.tokens.values()) == 24 and not losses._open and not any(losses._on_way)
+    assert sum(losses.tokens.values()) == 24 and not losses._open and not any(losses._on_way.values())
 
 
 def test_the_run_is_the_same_with_and_without_a_journal():
@@ -145,3 +143,37 @@ def test_the_run_is_the_same_with_and_without_a_journal():
     for timed in ("wall_seconds", "decide_us"):
         del plain[timed], watched_run[timed]
     assert plain == watched_run
+
+
+def test_sent_prefixes():
+    """Numbers stand in for prefix hashes: equal ones have equal beginnings."""
+    sent = SentPrefixes()
+    hashes = [np.array(row, np.uint64) for row in ([1, 2, 3, 4], [1, 2, 30], [1], [], [9], [1, 2, 3, 4, 5])]
+    assert sent.find(hashes[0]) == []
+    sent.add(hashes[0], 0)
+    assert sent.find(hashes[0]) == [(4, 0b1)] == sent.find(hashes[5])
+    assert sent.find(hashes[1]) == [(2, 0b1)]
+    sent.add(hashes[1], 1)
+    assert sent.find(hashes[0]) == [(4, 0b1), (2, 0b11)]
+    assert sent.find(hashes[1]) == [(3, 0b10), (2, 0b11)]
+    sent.add(hashes[2], 5)
+    sent.add(hashes[3], 6)
+    sent.add(hashes[5], 2)
+    assert sent.find(hashes[5]) == [(5, 0b100), (4, 0b101), (2, 0b111), (1, 0b100111)]
+    assert sent.find(hashes[2]) == [(1, 0b100111)]
+    assert sent.find(hashes[3]) == sent.find(hashes[4]) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sent_prefixes_like_a_table_of_all_blocks(seed):
+    rng, sent, table = np.random.default_rng(seed), SentPrefixes(), {}
+    for _ in range(200):
+        digits = rng.integers(0, 3, rng.integers(0, 8))
+        row = np.array([int("1" + "".join(map(str, digits[: i + 1]))) for i in range(len(digits))], np.uint64)
+        depths = [0] * len(row)
+        for depth, replicas in sent.find(row):
+            depths[:depth] = [replicas] * depth
+        assert depths == [table.get(key, 0) for key in row.tolist()]
+        replica = int(rng.integers(70))
+        sent.add(row, replica)
+        table.update((key, table.get(key, 0) | 1 << replica) for key in row.tolist())
