@@ -158,8 +158,9 @@ def _cell(column: _Column, run: PageRun, group: Sequence[PageRun]) -> _Cell:
         return _Cell("–")
     others = [found for found in map(column.value, group) if found is not None]
     text = column.text(value)
-    best = len(group) > 1 and column.best is not None and text == column.text(column.best(others))
-    return _Cell(text, best)
+    if column.best is None or len(set(map(column.text, others))) == 1:
+        return _Cell(text)  # none is better than the others
+    return _Cell(text, text == column.text(column.best(others)))
 
 
 def _spread(counts: Sequence[int]) -> str:

@@ -83,7 +83,7 @@ class LineStyle:
 
 
 def line_styles(runs: Sequence[PageRun]) -> Mapping[str, LineStyle]:
-    """A style for each policy: `cache_aware` (else the first) and the six with the lowest mean TTFT stand out.
+    """A style for each policy: `cache_aware` (else the first) and the six of lowest mean TTFT stand out.
 
     All others are grey.
     """

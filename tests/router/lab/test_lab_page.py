@@ -191,6 +191,18 @@ def run(*rows, replicas=2):
     return PageRun("p", 1.0, {}, Requests(*columns[:3], *whole), [str(n) for n in range(replicas)])
 
 
+def test_the_best_is_marked_where_one_is_better():
+    outcomes = [
+        Outcome(0.0, 2.0, 1.0, 2.0, 3, True, 100, 3, 30),
+        Outcome(0.0, 4.0, 1.0, 4.0, 3, True, 100, 3, 0),
+    ]
+    runs = [
+        live(summarize([outcome], None, policy=name)) for outcome, name in zip(outcomes, "ab", strict=True)
+    ]
+    text = html(Page("t", [], runs, {}, True))
+    assert re.findall(r'<td class="best">([^<]*)<', text) == ["30.0", *["500"] * 4, *["2.0"] * 4]
+
+
 def test_load_over_time():
     one = run((0, 1, 3, 0, 10, 0), (1, 2, 2, 0, 10, 5), (5, 6, 8, 1, 20, 20), (8, 8, 8, -1, 5, 1))
     line = timeline(one, 8.0, bins=4)
