@@ -84,11 +84,11 @@ def simulate(
             names = (policy or "cache_aware,least_load,round_robin").split(",")
             report, watched = _fleet(requests, config, names, speeds, watch=report_file is not None)
             console.print(_fleet_table(report))
-            if report_file is not None:
-                write_simulation(report_file, trace, timing, config, report["bounds"], watched)
     except (InvalidRequest, MemoryError) as error:
         raise OptionError(str(error)) from error
     deliver({"trace": trace, **report}, json_file)
+    if report_file is not None:
+        write_simulation(report_file, trace, timing, config, report["bounds"], watched)
     tell_skipped(skipped)
 
 
