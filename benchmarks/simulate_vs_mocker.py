@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from router.lab.commands import read_requests
-from router.lab.modifiers import in_time_order
+from router.lab.modifiers import faster, in_time_order
 from router.lab.rows import TraceOptions
 from router.lab.sim.fleet import Fleet, FleetConfig
 from router.lab.sim.timing import Timing
@@ -142,10 +142,12 @@ def run_ours(requests, options, timing, mode, speed, seed):
         block_size=options.block_size,
         timing=timing,
         event_delay_s=0.0,
+        tell_interval_s=0.0,
+        express=False,
         eviction="lru",
         seed=seed,
     )
-    figures = Fleet(config, PAIRS[mode]).run(requests, speed).as_json()
+    figures = Fleet(config, PAIRS[mode]).run(faster(requests, speed)).as_json()
     if figures["refused"]:
         sys.exit(f"{figures['refused']} prompts do not fit a replica; the mocker would compute them")
     times = {name: figures[name]["mean"] for name in ("ttft_ms", "e2e_ms")}

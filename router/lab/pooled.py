@@ -100,15 +100,20 @@ def simulate_policy(prompts: Prompts, options: PooledOptions, policy: str) -> di
     return {"hit_rate": prompts.rate(hits), "wall_seconds": round(time.perf_counter() - started, 3)}
 
 
-def infinite(prompts: Prompts, options: PooledOptions) -> float:
-    """Hit rate of a cache that never forgets a block."""
+def infinite_hits(prompts: Prompts, options: PooledOptions) -> list[int]:
+    """Hit tokens of each prompt in a cache that never forgets a block."""
     seen: set[int] = set()
     hits = []
     for keys in prompts.block_keys():
         names = keys.tolist()
         hits.append(_known(names, seen) * options.block_size)
         seen.update(names)
-    return prompts.rate(hits)
+    return hits
+
+
+def infinite(prompts: Prompts, options: PooledOptions) -> float:
+    """Hit rate of a cache that never forgets a block."""
+    return prompts.rate(infinite_hits(prompts, options))
 
 
 def optimum(prompts: Prompts, options: PooledOptions) -> float:

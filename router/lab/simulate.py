@@ -10,15 +10,18 @@ from rich.console import Console
 from rich.table import Table
 
 from kvcore.errors import InvalidRequest
-from router.lab.commands import check_writable, deliver, read_requests, tell_skipped
+from router.lab.commands import check_report, check_writable, deliver, read_requests, tell_skipped
 from router.lab.errors import OptionError, TraceError
 from router.lab.modifiers import faster, in_time_order, with_arrivals, with_starts
-from router.lab.pooled import PooledOptions, Prompts, infinite, optimum, simulate_policy
+from router.lab.page.simulation import write_simulation
+from router.lab.pooled import PooledOptions, Prompts, infinite, infinite_hits, optimum, simulate_policy
 from router.lab.record import Request
 from router.lab.rows import TraceOptions
 from router.lab.sim.changes import Change
 from router.lab.sim.fleet import Fleet, FleetConfig
-from router.lab.sim.policies import OTHERS, PLACED
+from router.lab.sim.journal import Journal
+from router.lab.sim.measures import Measures, spread
+from router.lab.sim.policies import OTHERS, PLACED, check_policies
 from router.lab.sim.tiers import TierConfig
 from router.lab.sim.timing import Timing
 from router.lab.traces import read_trace
@@ -73,10 +76,16 @@ def simulate(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.")] = None,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave broken lines out.")] = False,
     json_file: Annotated[str | None, typer.Option("--json", help="Write JSON here (- for stdout).")] = None,
+    report_file: Annotated[
+        str | None, typer.Option("--report", help="Write a page about the runs here (HTML, one file).")
+    ] = None,
 ) -> None:
     """Run a trace on a simulated fleet, once per routing policy: real placement and real prefix caches, and a
     model of how long steps take. With --pooled: eviction policies in one pool of blocks."""
     check_writable(json_file)
+    check_report(report_file)
+    if report_file is not None and pooled:
+        raise OptionError("--report is about fleets: it cannot be had with --pooled")
     speeds = numbers(speed, "--speed")
     config = FleetConfig(
         replicas=replicas,
@@ -102,13 +111,15 @@ def simulate(
             console.print(_pooled_table(report))
         else:
             names = split_names(policy or "cache_aware,least_load,round_robin")
-            report = _fleet(requests, config, names, speeds)
+            report, watched = _fleet(requests, config, names, speeds, watch=report_file is not None)
             console.print(_fleet_table(report))
     except (InvalidRequest, MemoryError) as error:
         raise OptionError(str(error)) from error
     if estimated:
         console.print("The trace has text: four bytes count as a token.")
     deliver({"trace": trace, "estimated_tokens": estimated, **report}, json_file)
+    if report_file is not None:
+        write_simulation(report_file, trace, timing, config, report["bounds"], watched)
     tell_skipped(skipped)
 
 
@@ -157,18 +168,31 @@ def _pooled(requests: Sequence[Request], options: PooledOptions, names: Sequence
 
 
 def _fleet(
-    requests: Sequence[Request], config: FleetConfig, names: Sequence[str], speeds: Sequence[float]
-) -> dict[str, Any]:
-    fleets = [(Fleet(config, name), speed) for speed in speeds for name in names]  # all names are checked now
+    requests: Sequence[Request],
+    config: FleetConfig,
+    names: Sequence[str],
+    speeds: Sequence[float],
+    watch: bool,
+) -> tuple[dict[str, Any], list[tuple[float, Measures]]]:
+    """The report, and the speed and measures of each run; those have a journal if `watch`."""
+    check_policies(names)
     pool = PooledOptions(config.replicas * config.blocks, config.block_size)
     prompts = Prompts(requests, pool)
+    ideal = infinite_hits(prompts, pool)
     bounds = {
-        "infinite": infinite(prompts, pool),
+        "infinite": prompts.rate(ideal),
         "pooled_lru": simulate_policy(prompts, pool, "lru")["hit_rate"],
         "pooled_opt": optimum(prompts, pool),
+        "ttft_ms": spread(map(config.timing.alone, prompts.lengths, ideal)),
     }
-    runs = [{**fleet.run(faster(requests, at)).as_json(), "speed": at} for fleet, at in fleets]
-    return {"bounds": bounds, "runs": runs}
+    measured = []
+    for at in speeds:
+        for name in names:
+            fleet = Fleet(config, name)
+            fleet.measures.journal = Journal(config.block_size) if watch else None
+            measured.append((at, fleet.run(faster(requests, at))))
+    runs = [{**measures.as_json(), "speed": at} for at, measures in measured]
+    return {"bounds": bounds, "runs": runs}, measured
 
 
 def _pooled_table(report: dict[str, Any]) -> Table:

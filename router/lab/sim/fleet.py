@@ -29,7 +29,8 @@ from router.lab.sim.timing import Timing
 class FleetConfig:
     """A fleet: `replicas` engines with `blocks` blocks of `block_size` tokens, seen by `routers` routers.
 
-    What a replica tells of its cache and load reaches every router `event_delay_s` later. `speeds` are the
+    What a replica tells of its cache and load, every `tell_interval_s` at most, reaches every router
+    `event_delay_s` later. `speeds` are the
     replicas' speeds, repeated as often as needed: (1, 0.5) makes every other one take twice as long.
     """
 
@@ -39,6 +40,7 @@ class FleetConfig:
     timing: Timing = field(default_factory=lambda: Timing.preset("h100-8b"))
     routers: int = 1
     event_delay_s: float = 0.01
+    tell_interval_s: float = 0.05
     eviction: str = "reuse"
     seed: int = 0
     speeds: tuple[float, ...] = (1.0,)
@@ -126,6 +128,7 @@ class Fleet:
             self._refuse(sim)
             return
         sim.replica = replica
+        self.measures.placed(sim, self.replicas)
         self.replicas[replica].add(sim)
         self._follow(replica)
 
@@ -169,6 +172,8 @@ class Fleet:
             self.measures.add(request, self.now)
             self._next_turn(request.session)
         self._follow(number)
+        if number not in self._alive and replica.due is None:
+            replica.cache.clear()  # it has left
 
     def _tell(self, number: int) -> None:
         telling = self._tellings[number]
@@ -205,7 +210,7 @@ class Fleet:
             config.tiers,
         )
         self.replicas.append(replica)
-        self._tellings.append(Telling(replica, self.policy.wants))
+        self._tellings.append(Telling(replica, self.policy.wants, config.tell_interval_s))
         self._alive.add(number)
         self.policy.joined(number)
         self._hear(number, self._tellings[number].news(self.now, everything=True))

@@ -118,7 +118,10 @@ class SimReplica:
         """The replica dies: all its requests, as they stand for their clients."""
         lost = self.requests
         for request in lost:
+            if request.lease is not None:
+                self.cache.release(request.lease)
             request.forget_progress()
+        self.cache.clear()
         for line in (self.waiting, self.prefilling, self.decoding):
             line.clear()
         self.due = self._step = None

@@ -9,6 +9,7 @@ from kvcore.hashing import PrefixHasher
 from kvcore.lease import Lease
 from kvcore.namespace import Namespace
 from router.lab.record import Request
+from router.placement import Decision
 
 SPACE = Namespace("simulated")
 HASHER = PrefixHasher(b"simulation")
@@ -26,6 +27,7 @@ class SimRequest:
     arrived_at: float
     session: str | None = None
     placed: object = None  # what the policy wants to be told again
+    decision: Decision | None = None  # of policies that say what they believed, and why they chose
     replica: int = -1
     lease: Lease | None = None
     hit: int = 0  # tokens that were cached when somebody last looked, while it waits

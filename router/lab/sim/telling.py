@@ -1,7 +1,7 @@
 """What routers are told of one replica, and when: as the product's long polls bring it.
 
-A change of the cache is told at once, but not more often than every `MIN_INTERVAL_S`; a change of load alone
-within `HOLD_S` (the defaults of `router.sync`). What is told is as of then, and heard a delay later.
+A change of the cache is told at once, but not more often than every so many seconds; a change of load alone
+within `HOLD_S` (as `router.sync` does). What is told is as of then, and heard a delay later.
 """
 
 import numpy as np
@@ -14,14 +14,14 @@ from router.lab.sim.policies import News
 from router.lab.sim.replica import SimReplica
 from router.lab.sim.request import SPACE
 
-MIN_INTERVAL_S = 0.05
 HOLD_S = 0.5
 
 
 class Telling:
     """What the routers have been told of one replica's cache. `wants` as in `SimPolicy`."""
 
-    def __init__(self, replica: SimReplica, wants: str) -> None:
+    def __init__(self, replica: SimReplica, wants: str, interval_s: float) -> None:
+        self._interval_s = interval_s
         self._replica, self._cache, self._wants = replica, replica.cache, wants
         self._filter = CountingFilter(FilterGeometry.for_blocks(replica.cache.num_blocks))
         self._seq = 0
@@ -31,7 +31,7 @@ class Telling:
     def due(self) -> float:
         """When something that has changed now is to be told."""
         changed = self._cache.seq != self._seq
-        return self._told_at + (MIN_INTERVAL_S if changed else HOLD_S)
+        return self._told_at + (self._interval_s if changed else HOLD_S)
 
     def news(self, now: float, everything: bool) -> News:
         """What has changed since the last call, or all there is."""

@@ -82,6 +82,15 @@ class Timing:
         once = self.step_s + work + context * self.kv_s
         return steps * once + rows * steps * (steps - 1) / 2 * self.kv_s
 
+    def alone(self, tokens: int, hit: int) -> float:
+        """Seconds until the first token of a prompt with so many tokens cached, on an engine of its own."""
+        seconds, done = 0.0, min(hit, tokens - 1)
+        while done < tokens:
+            count = min(self.max_batch_tokens, tokens - done)
+            seconds += self.prefill(count, count * (done + count / 2), 0, 0)
+            done += count
+        return seconds
+
     @property
     def prefill_tokens_per_s(self) -> float:
         """Rate of a long prefill without attention: what a replica reports."""

@@ -12,10 +12,11 @@ from router.placement import Decision, Placement
 class PlacedByRouters:
     """The product's placement; requests go to the routers in turns."""
 
+    wants = "fingerprint"
+
     def __init__(
         self, policy: str, block_size: int, routers: int, clock: Callable[[], float], rng: random.Random
     ) -> None:
-        self.wants = "fingerprint" if policy == "cache_aware" else "load"
         self._routers = [
             Placement(
                 policy,
@@ -36,7 +37,7 @@ class PlacedByRouters:
             decision = router.place(request.hashes, len(request.tokens))
         except QueueFull:
             return None
-        request.placed = (router, decision)
+        request.placed, request.decision = (router, decision), decision
         return int(decision.replica_id)
 
     @staticmethod
