@@ -129,19 +129,23 @@ class SimReplica:
 
     def load(self) -> dict[str, Any]:
         """The figures that a replica reports to routers (LoadReport)."""
-        stats = self.cache.stats()
-        left = sum(max(request.left(), 1) for request in (*self.waiting, *self.prefilling))
+        stats, timing = self.cache.stats(), self.timing
+        left = [(request.num_tokens, max(request.left(), 1)) for request in (*self.waiting, *self.prefilling)]
         return {
             "waiting": len(self.waiting),
             "running": len(self.prefilling) + len(self.decoding),
-            "waiting_tokens": left,
+            "waiting_tokens": sum(count for _, count in left),
+            "waiting_work": sum(
+                count * (1 + (total - count / 2) * timing.attention) for total, count in left
+            ),
+            "attention_tokens": 1 / timing.attention if timing.attention else 0,
             "free": stats.free,
             "cached": stats.cached,
             "held": stats.held,
             "num_blocks": stats.num_blocks,
             "eviction_age_s": stats.eviction_age_s,
-            "prefill_tokens_per_s": self.timing.prefill_tokens_per_s,
-            "decode_step_s": self.timing.decode(8, 8 * 2048),
+            "prefill_tokens_per_s": timing.prefill_tokens_per_s,
+            "decode_step_s": timing.decode(8, 8 * 2048),
         }
 
     def _begin(self) -> None:

@@ -97,6 +97,11 @@ class Timing:
         step = self.prefill(self.max_batch_tokens, 0, 0, 0)
         return self.max_batch_tokens / step
 
+    @property
+    def attention(self) -> float:
+        """How much more a token costs in a prefill for each token of its context, as a share."""
+        return self.pair_s * self.prefill_tokens_per_s
+
     def slower(self, factor: float) -> "Timing":
         """The same engine on hardware that takes `factor` times as long."""
         names = ("step_s", "weights_s", "token_s", "pair_s", "kv_s", "row_s")
