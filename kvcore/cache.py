@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvcore import audit, match
-from kvcore.blocks import BlockIds
+from kvcore.blocks import STATE, BlockIds
 from kvcore.errors import InvalidRequest, OutOfBlocks, StaleLease
 from kvcore.events import EventBatch, EventLog
 from kvcore.explain import Explanation, explain
@@ -78,6 +78,11 @@ class PrefixCache:
     def nbytes(self) -> int:
         """Host memory of the cache's arrays; leases and events come on top."""
         return self._state.pool.nbytes
+
+    @property
+    def available(self) -> int:
+        """Blocks that are free or can be evicted now. Never waits for another thread."""
+        return self._state.available
 
     def probe(self, tokens: Tokens, namespace: Namespace, hashes: Hashes | None = None) -> int:
         """How many leading tokens of int32[n] a claim would find now; at most n - 1. Changes nothing.
@@ -212,17 +217,17 @@ class PrefixCache:
     def stats(self) -> CacheStats:
         """One consistent reading of all figures."""
         with self._lock:
-            state, record = self._state, self._state.pool.state[0]
-            free, cached = int(record["free"]), int(record["idle"])
+            state = self._state
+            record = dict(zip(STATE.names or (), state.pool.state[0].item(), strict=True))
             sums = ("published", "evictions", "idle_s", "regrets", "regret_s", "block_seconds")
             return CacheStats(
                 num_blocks=self.num_blocks,
-                free=free,
-                cached=cached,
-                held=self.num_blocks - free - cached,
+                free=record["free"],
+                cached=record["idle"],
+                held=self.num_blocks - record["free"] - record["idle"],
                 leases=len(state.leases),
                 eviction_age_s=state.eviction_age_s,
-                **{name: record[name].item() for name in sums},
+                **{name: record[name] for name in sums},
                 **vars(state.counters),
             )
 

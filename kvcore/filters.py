@@ -11,11 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import InvalidRequest
-from kvcore.hashing import splitmix64
+from kvcore.hashing import mix, plain
+from kvcore.jit import jit
 
 _MASK64 = (1 << 64) - 1
 _LOW32 = np.uint64(0xFFFFFFFF)
 _COUNTER = np.uint16
+_MOST = 65_535
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,13 @@ def column_digest(rows: npt.NDArray[np.integer]) -> int:
 
     A sum, so that both sides update it from row flips alone, in any order.
     """
-    return int(splitmix64(np.asarray(rows).astype(np.uint64)).sum(dtype=np.uint64))
+    return int(_mixed_sum(np.asarray(rows).astype(np.uint64)))
 
 
 def odd_rows(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """The rows that occur an odd number of times, ascending: the net effect of flips."""
-    distinct, counts = np.unique(rows, return_counts=True)
-    return distinct[counts & 1 == 1]
+    rows = np.sort(rows)
+    return rows[: _keep_odd(rows)]
 
 
 class CountingFilter:
@@ -93,22 +95,14 @@ class CountingFilter:
 
         Raises `InvalidRequest`, with nothing changed, if a counter would overflow (a key added 65,535 times).
         """
-        rows, counts = np.unique(self.geometry.rows_of(hashes), return_counts=True)
-        old = self._counts[rows].astype(np.int64)
-        if np.any(old + counts > np.iinfo(_COUNTER).max):
-            raise InvalidRequest("a filter counter would overflow: keys must be added once")
-        return self._store(rows, old, old + counts)
+        return self._count(hashes, 1, "a filter counter would overflow: keys must be added once")
 
     def remove(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         """Count keys uint64[n] out; returns the rows that became clear.
 
         Raises `InvalidRequest`, with nothing changed, if a key was certainly never added.
         """
-        rows, counts = np.unique(self.geometry.rows_of(hashes), return_counts=True)
-        old = self._counts[rows].astype(np.int64)
-        if np.any(old < counts):
-            raise InvalidRequest("a key was removed that is not in the filter")
-        return self._store(rows, old, old - counts)
+        return self._count(hashes, -1, "a key was removed that is not in the filter")
 
     def clear(self) -> npt.NDArray[np.int64]:
         """Forget every key; returns the rows that were set."""
@@ -117,13 +111,66 @@ class CountingFilter:
         self.digest = 0
         return flipped
 
-    def _store(
-        self, rows: npt.NDArray[np.int64], old: npt.NDArray[np.int64], new: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
-        self._counts[rows] = new
-        flipped = rows[(old > 0) != (new > 0)]
-        change = column_digest(flipped)
+    def _count(self, hashes: npt.NDArray[np.uint64], step: int, refusal: str) -> npt.NDArray[np.int64]:
+        flipped = np.empty(len(hashes) * self.geometry.hashes, dtype=np.int64)
+        found = _count(self._counts, plain(hashes), self.geometry.hashes, step, flipped)
+        if found < 0:
+            raise InvalidRequest(refusal)
+        flipped = flipped[:found]
+        flipped.sort()
         # Either all flips of one call set rows or all clear them, so one sign holds for the whole change.
-        grows = len(new) > 0 and bool(new[0] > old[0])
-        self.digest = (self.digest + (change if grows else -change)) & _MASK64
+        self.digest = (self.digest + step * column_digest(flipped)) & _MASK64
         return flipped
+
+
+@jit
+def _count(
+    counts: npt.NDArray[np.uint16],
+    hashes: npt.NDArray[np.uint64],
+    per_hash: int,
+    step: int,
+    flipped: npt.NDArray[np.int64],
+) -> int:
+    """Add `step`, 1 or -1, to the counters of all rows of all keys, and say which became 1 or 0; returns how
+    many did, or -1, with nothing changed, when a counter would leave its range."""
+    mask, edge, found = np.uint64(len(counts) - 1), 1 if step > 0 else 0, 0
+    for place in range(len(hashes) * per_hash):
+        row = _row(hashes[place // per_hash], place % per_hash, mask)
+        new = np.int64(counts[row]) + step
+        if new < 0 or new > _MOST:
+            for done in range(place):
+                counts[_row(hashes[done // per_hash], done % per_hash, mask)] -= np.uint16(step)
+            return -1
+        counts[row] = new
+        if new == edge:
+            flipped[found] = row
+            found += 1
+    return found
+
+
+@jit
+def _mixed_sum(rows: npt.NDArray[np.uint64]) -> np.uint64:
+    total = np.uint64(0)
+    for row in rows:
+        total += mix(row)
+    return total
+
+
+@jit
+def _row(value: np.uint64, number: int, mask: np.uint64) -> np.int64:
+    """`FilterGeometry.rows_of`, one row of one key."""
+    step = (value >> np.uint64(32)) | np.uint64(1)
+    return np.int64((value + np.uint64(number) * step) & mask)
+
+
+@jit
+def _keep_odd(rows: npt.NDArray[np.int64]) -> int:
+    """Move what occurs an odd number of times in ascending rows to the front; returns how many there are."""
+    kept, start = 0, 0
+    for place in range(1, len(rows) + 1):
+        if place == len(rows) or rows[place] != rows[start]:
+            if (place - start) % 2:
+                rows[kept] = rows[start]
+                kept += 1
+            start = place
+    return kept

@@ -30,7 +30,7 @@ from replica.config import EngineConfig
 from replica.drafts import Drafter
 from replica.errors import EngineDead, InvalidRequest, QueueFull
 from replica.fingerprint_feed import FingerprintFeed
-from replica.plan import Plan
+from replica.plan import Plan, work
 from replica.rates import Rates
 from replica.request import Failure, Output, Request
 from replica.runner import Draw, ForwardModel, Runner
@@ -78,6 +78,7 @@ class Engine:
         self.vocab_size = model.config.vocab_size
         context = _context(config, model.config.context_length)
         self.facts = ModelFacts(model.config.digest, config.layout, config.block_size, context)
+        self._attention_tokens = model.config.attention_tokens
         self.rates = Rates()
         drafter = Drafter(config.draft_tokens, context) if config.draft_tokens else None
         self.scheduler = Scheduler(
@@ -153,7 +154,8 @@ class Engine:
         except Exception as error:  # whatever the model raises, the others' requests must go on
             return self._fail(plan, error)
         self._failed_steps = 0
-        self.rates.record(plan.prefill_tokens, plan.decodes, self._clock() - started)
+        prefill = plan.prefill_work(self._attention_tokens)
+        self.rates.record(prefill, plan.decodes, self._clock() - started)
         with self._lock:
             self.scheduler.complete(plan)
             return [output for draw in draws for output in self._advance(draw)]
@@ -161,11 +163,14 @@ class Engine:
     def load(self) -> dict[str, Any]:
         """The figures a router needs (LoadReport). May be called from any thread."""
         with self._lock:
-            stats = self.cache.stats()
+            stats, attention = self.cache.stats(), self._attention_tokens
+            left = self.scheduler.uncomputed_prompts()
             return {
                 "waiting": self.scheduler.num_waiting,
                 "running": len(self.scheduler.running),
-                "waiting_tokens": self.scheduler.uncomputed_prompt_tokens(),
+                "waiting_tokens": sum(count for _, count in left),
+                "waiting_work": sum(work(start, count, attention) for start, count in left),
+                "attention_tokens": attention,
                 "free": stats.free,
                 "cached": stats.cached,
                 "held": stats.held,

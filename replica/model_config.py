@@ -68,6 +68,15 @@ class ModelConfig:
             return None
         return self.sliding_window
 
+    @property
+    def attention_tokens(self) -> int:
+        """The context at which attending to it costs a token as much as all else: floating point operations
+        of a layer's matrices over those for each token of context. Layers with a window count as cheap."""
+        heads = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        matrices = self.hidden_size * (heads + self.num_heads * self.head_dim + 3 * self.intermediate_size)
+        full = sum(self.window_of(layer) is None for layer in range(self.num_layers))
+        return max(1, matrices * self.num_layers // (2 * self.num_heads * self.head_dim * max(full, 1)))
+
     def kv_bytes_per_token(self, element_size: int = 4) -> int:
         """Bytes of keys and values one token takes, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_size

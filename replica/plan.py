@@ -8,6 +8,12 @@ from kvcore.lease import BlockCopy
 from replica.sequence import Sequence
 
 
+def work(start: int, count: int, attention_tokens: int) -> float:
+    """What computing `count` tokens after `start` costs, in tokens without a context: attention makes each of
+    them cost 1 + context / attention_tokens."""
+    return count * (1.0 + (start + count / 2) / attention_tokens)
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Tokens start ... start + count - 1 of one sequence, to be computed in this step.
@@ -57,6 +63,14 @@ class Plan:
             self.decodes += 1
         else:
             self.prefill_tokens += count
+
+    def prefill_work(self, attention_tokens: int) -> float:
+        """`prefill_tokens`, each counted 1 + context / attention_tokens times."""
+        return sum(
+            work(chunk.start, chunk.count, attention_tokens)
+            for chunk in self.chunks
+            if chunk.count > 1 and not chunk.drafts
+        )
 
     def draft(self, place: int, drafts: tuple[int, ...]) -> None:
         """Let the decode `chunks[place]` compute these guesses too."""

@@ -12,7 +12,8 @@ _STEP_WEIGHT = 0.1
 class Rates:
     """Moving averages of prefill speed and decode step time.
 
-    Prefill speed is decayed tokens over decayed seconds, so a prompt that is nearly all cached, which pays a
+    Tokens are counted as `replica.plan.work` does, so that the rate is the same at every context. Prefill
+    speed is decayed tokens over decayed seconds, so a prompt that is nearly all cached, which pays a
     step's fixed cost for a handful of tokens, hardly counts. Before the first real step modest guesses stand
     in.
     """
@@ -25,7 +26,7 @@ class Rates:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens computed per second of prefill."""
+        """Prompt tokens computed per second of prefill, less what attention to a context costs."""
         return self._tokens / self._seconds
 
     @property
@@ -33,16 +34,17 @@ class Rates:
         """Seconds of a step that only decodes, at the batch sizes of late."""
         return PRIOR_STEP_S if self._step_s is None else self._step_s
 
-    def record(self, prefill_tokens: int, decodes: int, seconds: float) -> None:
-        """Take note of one step. In a mixed one, a usual decode step's time is taken off the prefill's."""
-        if prefill_tokens == 0:
+    def record(self, prefill: float, decodes: int, seconds: float) -> None:
+        """Take note of one step, with its `Plan.prefill_work`. In a mixed one, a usual decode step's time is
+        taken off the prefill's."""
+        if prefill == 0:
             if decodes:
                 before = seconds if self._step_s is None else self._step_s
                 self._step_s = before + _STEP_WEIGHT * (seconds - before)
             return
-        share = prefill_tokens / (prefill_tokens + decodes)
+        share = prefill / (prefill + decodes)
         spent = max(seconds - (self.decode_step_s if decodes else 0.0), seconds * share * 0.5, 1e-9)
-        decay = 0.5 ** (prefill_tokens / _HALF_LIFE_TOKENS)
-        self.measured_tokens += prefill_tokens
-        self._tokens = self._tokens * decay + prefill_tokens
+        decay = 0.5 ** (prefill / _HALF_LIFE_TOKENS)
+        self.measured_tokens += round(prefill)
+        self._tokens = self._tokens * decay + prefill
         self._seconds = self._seconds * decay + spent

@@ -141,10 +141,12 @@ class Scheduler:
             if seq in line:
                 line.remove(seq)
 
-    def uncomputed_prompt_tokens(self) -> int:
-        """Prompt tokens still to compute, waiting and running; expected hits are not counted."""
-        waiting = sum(max(seq.num_tokens - seq.hit, 1) for seq in self.waiting)
-        return waiting + sum(seq.remaining for seq in self.running if seq.remaining > 1)
+    def uncomputed_prompts(self) -> list[tuple[int, int]]:
+        """What is still to be computed of prompts, waiting and running: from which token on, and how many.
+        Expected hits are not counted."""
+        waiting = [(seq.num_tokens, max(seq.num_tokens - seq.hit, 1)) for seq in self.waiting]
+        running = [(seq.num_tokens, seq.remaining) for seq in self.running if seq.remaining > 1]
+        return [(total - left, left) for total, left in waiting + running]
 
     def _decode(self, plan: Plan, budget: int) -> int:
         for seq in list(self.running):

@@ -1,5 +1,7 @@
 """What this router sent and has not got back: exact figures for every replica, and the prompts in flight.
 
+Work is prompt tokens to be computed, each counted with what attention to its context costs (`Loads.work`).
+
 A request is *queued* from its reservation to its first token and *running* from then to its end. It draws one
 or more *choices* at the same time, which share the computing of the prompt but not the decoding. Figures are
 integers that every ending undoes exactly, so an idle router shows exact zeros whatever happened before. A
@@ -26,10 +28,16 @@ class Reservation:
     """
 
     __slots__ = ("_account", "_entry", "cached_tokens", "choices", "num_tokens", "predicted_tokens",
-                 "reserved_at", "state")  # fmt: skip
+                 "reserved_at", "state", "work")  # fmt: skip
 
     def __init__(
-        self, account: "_Account", num_tokens: int, predicted_tokens: int, now: float, choices: int
+        self,
+        account: "_Account",
+        num_tokens: int,
+        predicted_tokens: int,
+        now: float,
+        choices: int,
+        work: int,
     ) -> None:
         self._account: _Account | None = account
         self._entry: Entry | None = None
@@ -38,6 +46,7 @@ class Reservation:
         self.cached_tokens: int | None = None
         self.choices = choices
         self.reserved_at = now
+        self.work = work
         self.state = _QUEUED
 
     @property
@@ -87,14 +96,15 @@ class Ledger:
         self._accounts: dict[str, _Account] = {}
         self._on_head_change = on_head_change or (lambda slot: None)
         self.in_flight = InFlight()
-        self.queued_tokens: Figures = np.zeros(0, dtype=np.int64)  # these four are int64[capacity], by slot
-        self.head_tokens: Figures = np.zeros(0, dtype=np.int64)  # part of queued_tokens: the oldest request's
+        self.queued_tokens: Figures = np.zeros(0, dtype=np.int64)  # these five are int64[capacity], by slot
+        self.queued_work: Figures = np.zeros(0, dtype=np.int64)
+        self.head_work: Figures = np.zeros(0, dtype=np.int64)  # part of queued_work: the oldest request's
         self.outstanding: Figures = np.zeros(0, dtype=np.int64)  # choices, queued and running
         self.running_tokens: Figures = np.zeros(0, dtype=np.int64)
 
     def resize(self, capacity: int) -> None:
         """Give the figures this many slots; slots cut off must be unused."""
-        for name in ("queued_tokens", "head_tokens", "outstanding", "running_tokens"):
+        for name in ("queued_tokens", "queued_work", "head_work", "outstanding", "running_tokens"):
             old = getattr(self, name)
             new = np.zeros(capacity, dtype=np.int64)
             new[: len(old)] = old[:capacity]
@@ -123,6 +133,7 @@ class Ledger:
         predicted_tokens: int,
         now: float = 0.0,
         choices: int = 1,
+        work: int | None = None,
     ) -> Reservation:
         """Note a request that is sent to a replica.
 
@@ -132,14 +143,18 @@ class Ledger:
             num_tokens: length of the prompt; predicted_tokens: the part expected to be cached there.
             now: the caller's clock, seconds.
             choices: answers that are drawn at the same time, those that the client never sees included.
+            work: what computing the rest of the prompt costs; by default its tokens.
         """
         account = self._accounts[replica_id]
-        reservation = Reservation(account, num_tokens, predicted_tokens, now, choices)
+        missing = num_tokens - predicted_tokens
+        work = missing if work is None else work
+        reservation = Reservation(account, num_tokens, predicted_tokens, now, choices, work)
         if not account.queued:
             self._on_head_change(account.slot)
-            self.head_tokens[account.slot] = reservation.miss_tokens
+            self.head_work[account.slot] = work
         account.queued[reservation] = None
-        self.queued_tokens[account.slot] += reservation.miss_tokens
+        self.queued_tokens[account.slot] += missing
+        self.queued_work[account.slot] += work
         self.outstanding[account.slot] += choices
         if hashes is not None and len(hashes):
             reservation._entry = self.in_flight.add(account.slot, hashes)
@@ -198,9 +213,9 @@ class Ledger:
                 reservation._entry = None
 
     def queued_before(self, replica_id: str, moment: float) -> int:
-        """Tokens (as `queued_tokens`) of the requests reserved before `moment` and still queued."""
+        """Work of the requests reserved before `moment` and still queued."""
         queued = self._accounts[replica_id].queued
-        return sum(r.miss_tokens for r in queued if r.reserved_at < moment)
+        return sum(r.work for r in queued if r.reserved_at < moment)
 
     def stats(self, replica_id: str) -> LedgerStats:
         """Figures of one replica. Raises `KeyError` for an unknown one."""
@@ -222,10 +237,11 @@ class Ledger:
             self._on_head_change(account.slot)
             del account.queued[reservation]
             head = next(iter(account.queued), None)
-            self.head_tokens[account.slot] = head.miss_tokens if head else 0
+            self.head_work[account.slot] = head.work if head else 0
         else:
             del account.queued[reservation]
         self.queued_tokens[account.slot] -= reservation.miss_tokens
+        self.queued_work[account.slot] -= reservation.work
         self.outstanding[account.slot] -= reservation.choices
 
     def _close(self, reservation: Reservation) -> None:

@@ -7,6 +7,10 @@ router's own queued tokens is the others' work; what it shows less is progress o
 request. Requests sent within `transit_s` before the report may or may not be in it; inside that band neither
 is assumed.
 
+Work is counted in prompt tokens, but attention makes a token cost more the more context it has: 1 + context /
+attention_tokens, as the replica says (`work`). Otherwise long prompts would be taken for half of what they
+are. A replica that does not say counts plain tokens.
+
 Between reports work is done at the reported rate, first in first out: the others' part and the oldest own
 request shrink with time, and no further, because the requests behind it can't have begun.
 """
@@ -37,7 +41,7 @@ HORIZON_TOKENS = 32
 SHARED_STEP = 8
 """Requests that a decode step is taken to be shared by at least: with fewer, one more adds little to it."""
 
-_FIELDS = ("rate", "token_s", "horizon_s", "others_tokens", "others_requests", "since", "age_s",
+_FIELDS = ("rate", "token_s", "attention", "horizon_s", "others_work", "others_requests", "since", "age_s",
            "free_blocks", "block_share", "sent_blocks", "reported_at",
            "rate_known", "busy_at")  # fmt: skip
 
@@ -45,10 +49,11 @@ _FIELDS = ("rate", "token_s", "horizon_s", "others_tokens", "others_requests", "
 class Loads:
     """Vectors by slot, float64[capacity] each. All calls belong to one event loop or thread; none waits."""
 
-    rate: Vector  # prefill, tokens/s
+    rate: Vector  # prefill, work/s
     token_s: Vector  # 1 / rate
+    attention: Vector  # 1 / attention_tokens
     horizon_s: Vector  # what each request there adds to the first HORIZON_TOKENS decode steps, seconds
-    others_tokens: Vector  # prompt tokens that other routers' requests wait to have computed, at `since`
+    others_work: Vector  # what other routers' requests wait to have computed, at `since`
     others_requests: Vector  # other routers' requests, waiting and running, each of their choices
     since: Vector  # clock reading up to which work done is accounted for
     age_s: Vector  # age of the next eviction victim at the report; infinite while nothing needs to be evicted
@@ -64,6 +69,7 @@ class Loads:
         self._clock = clock
         self._transit_s = transit_s
         self._last_rate = DEFAULT_TOKENS_PER_S
+        self._last_attention = 0.0
         self.ledger = Ledger(on_head_change=self._settle)
         for name in _FIELDS:
             setattr(self, name, np.zeros(0))
@@ -82,6 +88,7 @@ class Loads:
         for name in _FIELDS:
             getattr(self, name)[slot] = 0.0
         self._set_rate(slot, self._last_rate)
+        self.attention[slot] = self._last_attention
         self.horizon_s[slot] = HORIZON_TOKENS * DEFAULT_STEP_S / SHARED_STEP
         self.age_s[slot] = np.inf
         self.busy_at[slot] = -np.inf
@@ -96,7 +103,7 @@ class Loads:
         self.others_requests[slot] = max(0.0, requests - self.ledger.outstanding[slot])
         if requests:
             self.busy_at[slot] = now
-        self._split(replica_id, slot, float(load.get("waiting_tokens", 0)), now)
+        self._split(replica_id, slot, float(load.get("waiting_work", load.get("waiting_tokens", 0))), now)
         age_s = load.get("eviction_age_s")
         self.age_s[slot] = np.inf if age_s is None else age_s
         self.free_blocks[slot] = load.get("free", 0)
@@ -109,10 +116,16 @@ class Loads:
         self.sent_blocks[slot] += blocks
         self.busy_at[slot] = now
 
-    def wait_tokens(self, now: float) -> Vector:
-        """Prompt tokens that must be computed before a new request's turn comes, float64[capacity]."""
-        queued = self.ledger.queued_tokens + self.others_tokens
-        head = self.ledger.head_tokens + self.others_tokens
+    def work(self, hit_tokens: npt.NDArray[np.int64], num_tokens: int) -> Vector:
+        """Work at each replica for the rest of a prompt of which it has `hit_tokens`: float64[capacity]."""
+        miss = num_tokens - hit_tokens
+        work: Vector = miss * (1.0 + (num_tokens - 0.5 * miss) * self.attention)
+        return work
+
+    def wait_work(self, now: float) -> Vector:
+        """What must be computed before a new request's turn comes, float64[capacity]."""
+        queued = self.ledger.queued_work + self.others_work
+        head = self.ledger.head_work + self.others_work
         return queued - np.minimum((now - self.since) * self.rate, head)
 
     def requests(self) -> Vector:
@@ -132,6 +145,9 @@ class Loads:
         return np.where(free >= blocks, np.inf, ages)
 
     def _learn_speed(self, slot: int, load: Mapping[str, Any]) -> None:
+        attention_tokens = load.get("attention_tokens") or 0
+        if attention_tokens > 0:
+            self.attention[slot] = self._last_attention = 1.0 / attention_tokens
         rate = load.get("prefill_tokens_per_s") or 0.0
         if rate > 0.0:
             if load.get("measured_tokens", MEASURED_TOKENS) >= MEASURED_TOKENS:
@@ -148,18 +164,18 @@ class Loads:
         self.rate[slot] = rate
         self.token_s[slot] = 1.0 / rate
 
-    def _split(self, replica_id: str, slot: int, waiting_tokens: float, now: float) -> None:
+    def _split(self, replica_id: str, slot: int, work: float, now: float) -> None:
         """Tell the others' work, or progress on our own, from a report (the rule in the module docstring)."""
-        most = float(self.ledger.queued_tokens[slot])
-        self.others_tokens[slot] = max(0.0, waiting_tokens - most)
+        most = float(self.ledger.queued_work[slot])
+        self.others_work[slot] = max(0.0, work - most)
         self.since[slot] = now
-        if waiting_tokens < most:
+        if work < most:
             least = self.ledger.queued_before(replica_id, now - self._transit_s)
-            self.since[slot] -= max(0.0, least - waiting_tokens) / self.rate[slot]
+            self.since[slot] -= max(0.0, least - work) / self.rate[slot]
 
     def _settle(self, slot: int) -> None:
         """Account for the work done until now, before another request becomes the oldest of ours."""
         now = self._clock()
         done = (now - self.since[slot]) * self.rate[slot]
-        self.others_tokens[slot] = max(0.0, self.others_tokens[slot] - done)
+        self.others_work[slot] = max(0.0, self.others_work[slot] - done)
         self.since[slot] = now

@@ -36,8 +36,8 @@ class Candidate:
 
     replica_id: str
     hit_tokens: int
-    wait_tokens: int
-    """Prompt tokens to be computed there first."""
+    wait_s: float
+    """Until what waits there is computed."""
     cost_s: float | None
     """The policy's cost; None for policies without one."""
 
@@ -61,13 +61,14 @@ class Decision:
     def candidates(self, most: int = 4) -> list[Candidate]:
         """The replicas this decision was between, cheapest (else longest hit) first."""
         s, cost = self._situation, self._choice.cost_s
+        wait_s = s.wait_work * s.loads.token_s
         order = np.argsort(cost if cost is not None else -s.hit_tokens, kind="stable")
         found: list[Candidate] = []
         for slot in order.tolist():
             name = self._names[slot]
             if name is not None and s.allowed[slot] and len(found) < most:
                 cost_s = None if cost is None else float(cost[slot])
-                found.append(Candidate(name, int(s.hit_tokens[slot]), int(s.wait_tokens[slot]), cost_s))
+                found.append(Candidate(name, int(s.hit_tokens[slot]), float(wait_s[slot]), cost_s))
         return found
 
 
@@ -210,8 +211,9 @@ class Placement:
         assert replica_id is not None and allowed[choice.slot]
         predicted = int(situation.hit_tokens[choice.slot])
         best = situation.best_tokens
+        work = round(float(situation.work[choice.slot]))
         reservation = self.ledger.reserve(
-            replica_id, hashes if publish else None, num_tokens, predicted, now, choices
+            replica_id, hashes if publish else None, num_tokens, predicted, now, choices, work
         )
         self.loads.sent(choice.slot, -(-reservation.miss_tokens // situation.block_size), now)
         reason = choice.reason if allowed_count > 1 else "only_replica"
@@ -281,7 +283,8 @@ class Placement:
             hit_tokens=hit,
             pending_tokens=pending,
             best_tokens=best,
-            wait_tokens=self.loads.wait_tokens(now),
+            work=self.loads.work(hit, num_tokens),
+            wait_work=self.loads.wait_work(now),
             requests=self.loads.requests(),
             hashes=hashes,
             num_tokens=num_tokens,
@@ -308,7 +311,7 @@ class Placement:
 
     def _retry_after_s(self, known: npt.NDArray[np.bool_], now: float) -> float:
         """When the shortest queue is worked off, which lets at least one request end."""
-        waits = (self.loads.wait_tokens(now) * self.loads.token_s)[known]
+        waits = (self.loads.wait_work(now) * self.loads.token_s)[known]
         return float(np.clip(waits.min(), _RETRY_MIN_S, _RETRY_MAX_S))
 
     def _count(self, reason: str, lost: int) -> None:

@@ -39,6 +39,8 @@ Vector = npt.NDArray[np.float64]
 
 BETA = 4.0
 """Seconds of waiting that one second of recomputing weighs."""
+KAPPA = 0.3
+KR = 1.0
 NEAR = 0.1
 """Costs that differ by less than this part of the time to compute what misses count as equal."""
 
@@ -55,8 +57,10 @@ class Situation:
     """Those of `hit_tokens` that requests in flight still have to compute; None: nothing in flight."""
     best_tokens: int
     """The longest hit of an allowed replica."""
-    wait_tokens: Vector
-    """Prompt tokens to be computed at each replica before this request's turn comes."""
+    work: Vector
+    """What computing the rest of the prompt would cost each replica (`Loads.work`)."""
+    wait_work: Vector
+    """What must be computed at each replica before this request's turn comes."""
     requests: Vector
     """Requests at each replica, waiting and running; each of their choices counts."""
     hashes: npt.NDArray[np.uint64]
@@ -125,44 +129,44 @@ class CacheAware:
     def choose(self, s: Situation) -> Choice:
         """See `Policy`."""
         token_s = s.loads.token_s
-        miss = s.num_tokens - s.hit_tokens
-        cost = (s.wait_tokens + miss) * token_s
-        cost += (BETA - 1.0) * float(token_s @ s.allowed) / np.count_nonzero(s.allowed) * miss
+        mean_s = float(token_s @ s.allowed) / np.count_nonzero(s.allowed)
+        there_s = np.where(s.allowed, (s.wait_work + s.work) * token_s, np.inf)
+        cost = there_s + mean_s * (BETA - 1.0 + KAPPA * s.requests) * s.work
         cost += s.loads.horizon_s * s.requests
-        cost = np.where(s.allowed, cost, np.inf)
         best = int(cost.argmin())
-        near_s = NEAR * float(miss[best] * token_s[best])
-        if s.hit_tokens[best] and s.wait_tokens[best] > 0.0:
-            there_s = np.where(s.allowed, (s.wait_tokens + miss) * token_s, np.inf)
+        near_s = NEAR * float(s.work[best] * token_s[best])
+        if s.hit_tokens[best] and s.wait_work[best] > 0.0:
             relief = int(there_s.argmin())
-            if self._has_waited_enough(s, best, relief, miss):
+            if self._has_waited_enough(s, best, relief):
                 slots = (there_s <= there_s[relief] + near_s).nonzero()[0]
-                return Choice(self._oldest(s, slots, miss)[0], "load", cost)
+                return Choice(self._oldest(s, slots)[0], "load", cost)
         slots = (cost <= cost[best] + near_s).nonzero()[0]
-        slot, by_age = self._oldest(s, slots, miss)
+        slot, by_age = self._oldest(s, slots)
         return Choice(slot, _reason(s, slot, len(slots) > 1, by_age), cost)
 
-    def _has_waited_enough(self, s: Situation, best: int, relief: int, miss: npt.NDArray[np.int64]) -> bool:
+    def _has_waited_enough(self, s: Situation, best: int, relief: int) -> bool:
         """Whether `relief` should compute the prefix anew although `best` has it."""
-        token_s = s.loads.token_s
-        own = 0 if s.pending_tokens is None else int(s.pending_tokens[best])
-        wait_s = (float(s.wait_tokens[best]) - own) * float(token_s[best])
-        saved_s = wait_s - float(s.wait_tokens[relief]) * float(token_s[relief])
-        all_s = int(miss[relief]) * float(token_s[relief])
-        again_s = all_s - int(miss[best]) * float(token_s[relief])
+        token_s, requests = s.loads.token_s, float(s.requests[relief])
+        own = 0.0
+        if s.pending_tokens is not None:
+            pending = int(s.pending_tokens[best])
+            own = pending * (1.0 + (int(s.hit_tokens[best]) - 0.5 * pending) * float(s.loads.attention[best]))
+        wait_s = (float(s.wait_work[best]) - own) * float(token_s[best])
+        saved_s = wait_s - float(s.wait_work[relief]) * float(token_s[relief])
+        all_s = float(s.work[relief]) * float(token_s[relief])
+        again_s = all_s - float(s.work[best]) * float(token_s[relief])
         if saved_s <= 0.0 or again_s <= 0.0:
             return False
-        if wait_s > all_s and s.requests[relief] == 0.0 and s.now - s.loads.busy_at[relief] >= BETA * all_s:
+        if wait_s > all_s and requests == 0.0 and s.now - s.loads.busy_at[relief] >= BETA * all_s:
             return True
-        return self._regrets.add(s.prefix_key(best), saved_s, BETA * again_s)
+        return self._regrets.add(s.prefix_key(best), saved_s, (BETA + KR * requests) * again_s)
 
-    def _oldest(
-        self, s: Situation, slots: npt.NDArray[np.intp], miss: npt.NDArray[np.int64]
-    ) -> tuple[int, bool]:
+    def _oldest(self, s: Situation, slots: npt.NDArray[np.intp]) -> tuple[int, bool]:
         """Of some slots the one with the oldest eviction victim, and whether that alone decided."""
         if len(slots) == 1:
             return int(slots[0]), False
-        ages = s.loads.victim_ages(slots, miss.take(slots) / s.block_size, s.now)
+        blocks = (s.num_tokens - s.hit_tokens.take(slots)) / s.block_size
+        ages = s.loads.victim_ages(slots, blocks, s.now)
         oldest = slots[ages == ages.max()]
         return int(self._rng.choice(oldest.tolist())), len(oldest) < len(slots)
 
@@ -199,7 +203,7 @@ class LeastLoad:
         requests = np.where(s.allowed, s.requests, np.inf)
         slots = (requests == requests.min()).nonzero()[0]
         if len(slots) > 1:
-            wait = s.wait_tokens.take(slots)
+            wait = s.wait_work.take(slots)
             slots = slots[wait == wait.min()]
         return Choice(int(self._rng.choice(slots.tolist())), "load")
 

@@ -90,6 +90,14 @@ class Blocks:
         """The synthesized tokens: int32[num_tokens]."""
         return synthesize(self.ids, self.size, self.vocab, self.seed)[: self.num_tokens]
 
+    def stand_ins(self) -> TokenIds:
+        """One and the same token for all of a block: int32[num_tokens], for who only compares prompts.
+
+        Made in a tenth of the time of `token_ids`; two ids have the same token once in 2^31 pairs.
+        """
+        names = (_mix(self.ids.astype(np.uint64)) >> np.uint64(33)).astype(np.int32)
+        return np.repeat(names, self.size)[: self.num_tokens]
+
     def scaled(self, factor: float) -> "Blocks":
         """Blocks and prompt `factor` times as long, but of a token at least; what is shared stays shared."""
         size = max(1, round(self.size * factor))

@@ -21,7 +21,7 @@ from router.lab.record import Request
 
 _log = logging.getLogger(__name__)
 
-REPLICA_HEADER = "x-warmroute-replica"
+REPLICA_HEADER, REASON_HEADER = "x-warmroute-replica", "x-warmroute-reason"
 _NO_SUCH_ROUTE = (404, 405, 501)
 
 
@@ -70,6 +70,7 @@ class Outcome:
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     replica: str | None = None
+    reason: str | None = None  # why that replica
     error: str | None = None  # its kind
     detail: str = ""
 
@@ -146,6 +147,7 @@ class Client:
         url, body = self._body(request, model, sampling)
         async with self._http.stream("POST", url, content=_encoded(body)) as response:
             outcome.replica = response.headers.get(REPLICA_HEADER)
+            outcome.reason = response.headers.get(REASON_HEADER)
             if response.status_code != 200:
                 await response.aread()
                 raise _Refused(f"http_{response.status_code}", response.text[:500])

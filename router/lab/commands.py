@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from router.lab.client import Sampling, Target
 from router.lab.errors import OptionError, TraceError, broken_lines
+from router.lab.page.replayed import write_replay
 from router.lab.progress import progress_bar
 from router.lab.record import Request
 from router.lab.replay import ReplayOptions
@@ -58,6 +60,9 @@ def replay(
     json_file: Annotated[
         str | None, typer.Option("--json", help="Write the report here (- for stdout).")
     ] = None,
+    report_file: Annotated[
+        str | None, typer.Option("--report", help="Write a page about the replay here (HTML, one file).")
+    ] = None,
 ) -> None:
     """Replay a trace against an OpenAI-compatible endpoint and report hit rate and latencies.
 
@@ -74,10 +79,13 @@ def replay(
         policy=policy,
     )
     check_writable(json_file)
+    check_report(report_file)
     reading = TraceOptions(scale, block_size, (min(_VOCAB_FLOOR, vocab // 4), vocab))
     requests, skipped = read_requests(trace, reading, limit, skip_bad)
     report = asyncio.run(_run(requests, Target(url, model, api_key), options))
     present([report], report.as_json(), json_file)
+    if report_file is not None:
+        write_replay(report_file, trace, url, options, report)
     tell_skipped(skipped)
     raise typer.Exit(_status(report))
 
@@ -112,6 +120,15 @@ def check_writable(json_file: str | None) -> None:
     path = Path(str(json_file))
     if path.is_dir() or not path.parent.is_dir():
         raise OptionError(f"cannot write {json_file}: {'a folder' if path.is_dir() else 'no such folder'}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise OptionError(f"cannot write {json_file}: no permission")
+
+
+def check_report(report_file: str | None) -> None:
+    """Complain before the replay, not after it, about a page that could not be written."""
+    if report_file == "-":
+        raise OptionError("--report needs the name of a file: the table goes to stdout")
+    check_writable(report_file)
 
 
 async def _run(requests: Sequence[Request], target: Target, options: ReplayOptions) -> Report:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from router.lab.blocks import TokenIds
 
@@ -58,8 +60,8 @@ def _split(node: _Node, at: int) -> _Node:
     return node
 
 
-def common_prefix(left: TokenIds, right: TokenIds) -> int:
-    """Length of the longest common prefix of int32[n] and int32[m]."""
+def common_prefix(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> int:
+    """Length of the longest common prefix of two arrays of one dimension."""
     n = min(len(left), len(right))
     differs = left[:n] != right[:n]
     first = int(differs.argmax()) if n else 0

@@ -9,12 +9,12 @@ children's, so the farthest one is a leaf, and the bound is that of a prefix cac
 
 import heapq
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcore.cache import PrefixCache
 from kvcore.hashing import PrefixHasher
@@ -24,6 +24,9 @@ from router.lab.errors import OptionError
 from router.lab.record import Request
 
 _SPACE = Namespace("pooled")
+_HASHER = PrefixHasher(b"pooled simulation")
+
+Hashes = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -44,29 +47,34 @@ class PooledOptions:
             raise OptionError("blocks, block size and speed must be positive")
 
 
-@dataclass(frozen=True)
 class Prompts:
-    """The prompts of a trace, what counts of each, and when each comes (s)."""
+    """The prompts of a trace, what counts of each, and when each comes (s). Made anew at each use, so that
+    the tokens of a long trace need no memory."""
 
-    tokens: Sequence[TokenIds]
-    lengths: Sequence[int]
-    times: Sequence[float]
-
-    @classmethod
-    def of(cls, requests: Iterable[Request], options: PooledOptions) -> "Prompts":
-        """From requests that bring token ids. Raises `OptionError` for others, and when there are none."""
-        tokens, lengths, times = [], [], []
-        for request in requests:
-            known = request.known_tokens()
-            if known is None:
-                raise OptionError("a pooled simulation needs a trace with token ids or hash ids")
-            lengths.append(len(known))
-            times.append((request.timestamp_s or 0.0) / options.speed)
-            spare = -len(known) % options.block_size if options.round_up else 0
-            tokens.append(np.pad(known, (0, spare), mode="edge"))
-        if not tokens:
+    def __init__(self, requests: Sequence[Request], options: PooledOptions) -> None:
+        """Raises `OptionError` when there are no requests."""
+        if not requests:
             raise OptionError("the trace has no requests")
-        return cls(tokens, lengths, times)
+        self._requests, self._options = requests, options
+        self.lengths = [_length(request) for request in requests]
+        self.times = [(request.timestamp_s or 0.0) / options.speed for request in requests]
+
+    def tokens(self) -> Iterator[TokenIds]:
+        """Of each prompt; of hash ids the same token for all of a block."""
+        for request in self._requests:
+            tokens = request.tokens() if request.blocks is None else request.blocks.stand_ins()
+            spare = -len(tokens) % self._options.block_size if self._options.round_up else 0
+            yield np.pad(tokens, (0, spare), mode="edge") if spare else tokens
+
+    def block_keys(self) -> Iterator[Hashes]:
+        """Of each prompt, the keys of its blocks: uint64[n]."""
+        size = self._options.block_size
+        for request, tokens in zip(self._requests, self.tokens(), strict=True):
+            blocks = request.blocks
+            if blocks is not None and blocks.size == size:
+                yield blocks.keys()[: len(tokens) // size]
+            else:
+                yield _HASHER.block_hashes(tokens, size, _HASHER.root(_SPACE))
 
     def rate(self, hits: Iterable[int]) -> float:
         """Hit tokens over prompt tokens."""
@@ -78,9 +86,9 @@ def simulate_policy(prompts: Prompts, options: PooledOptions, policy: str) -> di
     now, started = 0.0, time.perf_counter()
     # One block more, for the token that follows each prompt so that a whole prompt can be a hit.
     blocks = options.blocks + 1
-    cache = PrefixCache(blocks, options.block_size, _hasher(), policy=policy, clock=lambda: now)
+    cache = PrefixCache(blocks, options.block_size, _HASHER, policy=policy, clock=lambda: now)
     hits = []
-    for number, (tokens, at) in enumerate(zip(prompts.tokens, prompts.times, strict=True)):
+    for number, (tokens, at) in enumerate(zip(prompts.tokens(), prompts.times, strict=True)):
         now = at
         if len(tokens) > options.blocks * options.block_size:
             hits.append(0)  # no such cache could serve it
@@ -92,34 +100,37 @@ def simulate_policy(prompts: Prompts, options: PooledOptions, policy: str) -> di
     return {"hit_rate": prompts.rate(hits), "wall_seconds": round(time.perf_counter() - started, 3)}
 
 
-def infinite(prompts: Prompts, options: PooledOptions) -> float:
-    """Hit rate of a cache that never forgets a block."""
+def infinite_hits(prompts: Prompts, options: PooledOptions) -> list[int]:
+    """Hit tokens of each prompt in a cache that never forgets a block."""
     seen: set[int] = set()
     hits = []
-    for keys in _keys(prompts, options):
-        hits.append(_known(keys, seen) * options.block_size)
-        seen.update(keys)
-    return prompts.rate(hits)
+    for keys in prompts.block_keys():
+        names = keys.tolist()
+        hits.append(_known(names, seen) * options.block_size)
+        seen.update(names)
+    return hits
+
+
+def infinite(prompts: Prompts, options: PooledOptions) -> float:
+    """Hit rate of a cache that never forgets a block."""
+    return prompts.rate(infinite_hits(prompts, options))
 
 
 def optimum(prompts: Prompts, options: PooledOptions) -> float:
     """Hit rate of a cache of that size which knows the future."""
-    requests = _keys(prompts, options)
-    uses: dict[int, list[int]] = defaultdict(list)  # of each key, the requests that use it, latest first
-    for number in range(len(requests) - 1, -1, -1):
-        for key in requests[number]:
-            uses[key].append(number)
+    requests = list(prompts.block_keys())
+    next_uses = _next_uses(requests)
     cached: dict[int, int] = {}  # key: its next use
     line: list[tuple[int, int, int]] = []  # (minus the next use, tie, key), some of them stale
     ties, hits = count(), []
-    for keys in requests:
-        hits.append(_known(keys, cached) * options.block_size)
-        if len(keys) > options.blocks:
+    for keys, uses in zip(requests, next_uses, strict=True):
+        names = keys.tolist()
+        hits.append(_known(names, cached) * options.block_size)
+        if len(names) > options.blocks:
             continue
-        for key in keys:
-            uses[key].pop()
-            cached[key] = uses[key][-1] if uses[key] else len(requests)
-            heapq.heappush(line, (-cached[key], -next(ties), key))  # among equals the deepest goes first
+        for key, use in zip(names, uses.tolist(), strict=True):
+            cached[key] = use
+            heapq.heappush(line, (-use, -next(ties), key))  # among equals the deepest goes first
         while len(cached) > options.blocks:
             due, _, key = heapq.heappop(line)
             if cached.get(key) == -due:
@@ -127,14 +138,20 @@ def optimum(prompts: Prompts, options: PooledOptions) -> float:
     return prompts.rate(hits)
 
 
-def _keys(prompts: Prompts, options: PooledOptions) -> list[list[int]]:
-    hasher = _hasher()
-    root = hasher.root(_SPACE)
-    return [hasher.block_hashes(tokens, options.block_size, root).tolist() for tokens in prompts.tokens]
+def _next_uses(requests: Sequence[Hashes]) -> list[npt.NDArray[np.int64]]:
+    """Of each block of each request, the number of the next request that has it too; as many as there are
+    requests where none has."""
+    lengths = [len(keys) for keys in requests]
+    keys, owners = np.concatenate(requests), np.repeat(np.arange(len(requests)), lengths)
+    order = np.argsort(keys, kind="stable")
+    same = keys[order[1:]] == keys[order[:-1]]
+    uses = np.full(len(keys), len(requests))
+    uses[order[:-1][same]] = owners[order[1:][same]]
+    return np.split(uses, np.cumsum(lengths)[:-1])
 
 
-def _hasher() -> PrefixHasher:
-    return PrefixHasher(b"pooled simulation")
+def _length(request: Request) -> int:
+    return len(request.tokens()) if request.num_tokens is None else request.num_tokens
 
 
 def _known(keys: list[int], cached: "set[int] | dict[int, int]") -> int:

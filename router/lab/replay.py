@@ -55,6 +55,11 @@ class ReplayOptions:
     sampling: Sampling = field(default_factory=Sampling)
     policy: str | None = None
 
+    @property
+    def in_flight(self) -> int:
+        """Requests in flight in a closed loop."""
+        return self.concurrency or _DEFAULT_CONCURRENCY
+
     def __post_init__(self) -> None:
         if self.concurrency is not None and self.speed is not None:
             raise OptionError(
@@ -135,7 +140,7 @@ def _check_clock(requests: Sequence[Request], options: ReplayOptions) -> None:
 def _plan(requests: Sequence[Request], options: ReplayOptions) -> _Plan:
     speed, count = options.speed, len(requests)
     if speed is None:
-        return _Plan([0.0] * count, [None] * count, options.concurrency or _DEFAULT_CONCURRENCY)
+        return _Plan([0.0] * count, [None] * count, options.in_flight)
     due_s = [(request.timestamp_s or 0.0) / speed for request in requests]
     think_s = [None if request.think_s is None else request.think_s / speed for request in requests]
     return _Plan(due_s, think_s, None)

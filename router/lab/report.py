@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,7 @@ class Report:
     policy: str | None = None
     interrupted: bool = False
     notes: tuple[str, ...] = ()
+    outcomes: Sequence[Outcome] = field(default=(), repr=False, compare=False)
 
     def as_json(self) -> dict[str, Any]:
         """Exactly the keys of `JSON_KEYS`, ready for `json.dumps`."""
@@ -144,6 +145,7 @@ def summarize(
         policy=policy,
         interrupted=interrupted,
         notes=_notes(outcomes),
+        outcomes=outcomes,
     )
 
 

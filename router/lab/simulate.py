@@ -1,6 +1,7 @@
 """`warmroute simulate`: hit rates and latencies of a trace on a fleet that one need not own."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -9,19 +10,25 @@ from rich.console import Console
 from rich.table import Table
 
 from kvcore.errors import InvalidRequest
-from router.lab.commands import check_writable, deliver, read_requests, tell_skipped
-from router.lab.errors import OptionError
-from router.lab.modifiers import in_time_order
-from router.lab.pooled import PooledOptions, Prompts, infinite, optimum, simulate_policy
+from router.lab.commands import check_report, check_writable, deliver, read_requests, tell_skipped
+from router.lab.errors import OptionError, TraceError
+from router.lab.modifiers import faster, in_time_order, with_arrivals, with_starts
+from router.lab.page.simulation import write_simulation
+from router.lab.pooled import PooledOptions, Prompts, infinite, infinite_hits, optimum, simulate_policy
 from router.lab.record import Request
 from router.lab.rows import TraceOptions
+from router.lab.sim.changes import Change
 from router.lab.sim.fleet import Fleet, FleetConfig
-from router.lab.sim.policies import OTHERS, PLACED
+from router.lab.sim.journal import Journal
+from router.lab.sim.measures import Measures, spread
+from router.lab.sim.policies import OTHERS, PLACED, check_policies
+from router.lab.sim.tiers import TierConfig
 from router.lab.sim.timing import Timing
+from router.lab.traces import read_trace
 
 
 def simulate(
-    trace: Annotated[str, typer.Argument(help="A trace file with hash ids or token ids, plain or gzip.")],
+    trace: Annotated[str, typer.Argument(help="A trace file, plain or gzip.")],
     replicas: Annotated[int, typer.Option(help="Replicas of the fleet.")] = 8,
     blocks: Annotated[
         int, typer.Option(help="KV blocks of each replica (of the pool with --pooled).")
@@ -31,12 +38,34 @@ def simulate(
         str | None,
         typer.Option(help=f"Policies to compare, separated by commas: {', '.join((*PLACED, *OTHERS))}."),
     ] = None,
-    speed: Annotated[str, typer.Option(help="Arrivals, this many times as fast; several with commas.")] = "1",
-    timing: Annotated[str, typer.Option(help="Step times: GPU-model[-tpN], such as h100-8b.")] = "h100-8b",
+    speed: Annotated[
+        str, typer.Option(help="Arrivals and think times, this many times as fast; several with commas.")
+    ] = "1",
+    timing: Annotated[
+        str, typer.Option(help="Step times: GPU-model[-tpN], such as h100-8b, or JSON of `bench engine`.")
+    ] = "h100-8b",
+    replica_speed: Annotated[
+        str, typer.Option(help="Speeds of the replicas, repeated as needed: 1,0.5 halves every other one's.")
+    ] = "1",
+    fcfs: Annotated[
+        bool, typer.Option("--fcfs", help="Engines without an express lane: first come, first served.")
+    ] = False,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(help="A lower cache tier of each replica, BLOCKS:GB/s; repeat for further ones."),
+    ] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option(help="fail:3@600, leave:0@900 or join@1200 (replica, seconds); repeat for more."),
+    ] = None,
     routers: Annotated[int, typer.Option(help="Routers in front of the fleet.")] = 1,
     event_delay: Annotated[float, typer.Option(help="Seconds until routers hear of a replica.")] = 0.01,
     eviction: Annotated[str, typer.Option(help="Eviction policy of the replicas' caches.")] = "reuse",
-    slow: Annotated[float, typer.Option(help="Share of the replicas that are half as fast.")] = 0.0,
+    scale: Annotated[float, typer.Option(help="Multiply lengths by this (traces of hash ids).")] = 1.0,
+    arrivals: Annotated[str | None, typer.Option(help="Take the arrival times of this trace.")] = None,
+    session_gap: Annotated[
+        float | None, typer.Option(help="Mean seconds between session starts, where there is no clock.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of all chance.")] = 0,
     pooled: Annotated[
         bool, typer.Option("--pooled", help="One cache for all, no fleet: --policy names eviction policies.")
@@ -47,70 +76,123 @@ def simulate(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.")] = None,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave broken lines out.")] = False,
     json_file: Annotated[str | None, typer.Option("--json", help="Write JSON here (- for stdout).")] = None,
+    report_file: Annotated[
+        str | None, typer.Option("--report", help="Write a page about the runs here (HTML, one file).")
+    ] = None,
 ) -> None:
     """Run a trace on a simulated fleet, once per routing policy: real placement and real prefix caches, and a
     model of how long steps take. With --pooled: eviction policies in one pool of blocks."""
     check_writable(json_file)
-    speeds = _numbers(speed)
-    requests, skipped = read_requests(trace, TraceOptions(), limit, skip_bad)
-    requests = in_time_order(requests)
+    check_report(report_file)
+    if report_file is not None and pooled:
+        raise OptionError("--report is about fleets: it cannot be had with --pooled")
+    speeds = numbers(speed, "--speed")
+    config = FleetConfig(
+        replicas=replicas,
+        blocks=blocks,
+        block_size=block_size,
+        timing=Timing.named(timing),
+        routers=routers,
+        event_delay_s=event_delay,
+        eviction=eviction,
+        seed=seed,
+        speeds=numbers(replica_speed, "--replica-speed"),
+        express=not fcfs,
+        tiers=tuple(map(TierConfig.parse, tier or ())),
+        changes=tuple(map(Change.parse, change or ())),
+    )
+    options = TraceOptions(scale, seed=seed)
+    requests, skipped, estimated = read_timed(trace, options, limit, skip_bad, session_gap, arrivals)
     console = Console(stderr=json_file == "-")
     try:
         if pooled:
-            names = (policy or "lru,reuse").split(",")
+            names = split_names(policy or "lru,reuse")
             report = _pooled(requests, PooledOptions(blocks, block_size, speeds[0], round_up), names)
             console.print(_pooled_table(report))
         else:
-            config = FleetConfig(
-                replicas,
-                blocks,
-                block_size,
-                Timing.preset(timing),
-                routers,
-                event_delay,
-                eviction,
-                seed,
-                slow,
-            )
-            names = (policy or "cache_aware,least_load,round_robin").split(",")
-            report = _fleet(requests, config, names, speeds)
+            names = split_names(policy or "cache_aware,least_load,round_robin")
+            report, watched = _fleet(requests, config, names, speeds, watch=report_file is not None)
             console.print(_fleet_table(report))
     except (InvalidRequest, MemoryError) as error:
         raise OptionError(str(error)) from error
-    deliver({"trace": trace, **report}, json_file)
+    if estimated:
+        console.print("The trace has text: four bytes count as a token.")
+    deliver({"trace": trace, "estimated_tokens": estimated, **report}, json_file)
+    if report_file is not None:
+        write_simulation(report_file, trace, timing, config, report["bounds"], watched)
     tell_skipped(skipped)
 
 
-def _numbers(text: str) -> list[float]:
+def numbers(text: str, option: str) -> tuple[float, ...]:
+    """Positive numbers separated by commas. Raises `OptionError`, which names the option."""
     try:
-        numbers = [float(part) for part in text.split(",")]
+        found = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise OptionError(f"--speed takes numbers separated by commas, not {text!r}") from None
-    if not all(0 < number < float("inf") for number in numbers):
-        raise OptionError("speeds must be positive")
-    return numbers
+        raise OptionError(f"{option} takes numbers separated by commas, not {text!r}") from None
+    if not all(0 < number < float("inf") for number in found):
+        raise OptionError(f"{option} takes positive numbers, not {text!r}")
+    return found
+
+
+def split_names(text: str) -> list[str]:
+    """Names separated by commas, with or without spaces."""
+    return [name.strip() for name in text.split(",")]
+
+
+def read_timed(
+    trace: str,
+    options: TraceOptions,
+    limit: int | None,
+    skip_bad: bool,
+    session_gap_s: float | None,
+    arrivals: str | None,
+) -> tuple[list[Request], Sequence[TraceError], bool]:
+    """The requests of a trace in the order of their times, the lines left out, and whether prompts are text,
+    whose tokens are estimated."""
+    if session_gap_s is not None:
+        options = replace(options, session_gap_s=session_gap_s)
+    requests, skipped = read_requests(trace, options, limit, skip_bad)
+    if session_gap_s is not None:
+        requests = with_starts(requests, session_gap_s, options.seed)
+    if arrivals is not None:
+        requests = with_arrivals(requests, read_trace(arrivals))
+    estimated = any(request.num_tokens is None for request in requests)
+    return in_time_order(requests), skipped, estimated
 
 
 def _pooled(requests: Sequence[Request], options: PooledOptions, names: Sequence[str]) -> dict[str, Any]:
-    prompts = Prompts.of(requests, options)
+    prompts = Prompts(requests, options)
     runs = {name: simulate_policy(prompts, options, name) for name in names}
     bounds = {"infinite": infinite(prompts, options), "pooled_opt": optimum(prompts, options)}
     return {"blocks": options.blocks, "block_size": options.block_size, "bounds": bounds, "pooled": runs}
 
 
 def _fleet(
-    requests: Sequence[Request], config: FleetConfig, names: Sequence[str], speeds: Sequence[float]
-) -> dict[str, Any]:
-    fleets = [(Fleet(config, name), speed) for speed in speeds for name in names]  # all names are checked now
+    requests: Sequence[Request],
+    config: FleetConfig,
+    names: Sequence[str],
+    speeds: Sequence[float],
+    watch: bool,
+) -> tuple[dict[str, Any], list[tuple[float, Measures]]]:
+    """The report, and the speed and measures of each run; those have a journal if `watch`."""
+    check_policies(names)
     pool = PooledOptions(config.replicas * config.blocks, config.block_size)
-    prompts = Prompts.of(requests, pool)
+    prompts = Prompts(requests, pool)
+    ideal = infinite_hits(prompts, pool)
     bounds = {
-        "infinite": infinite(prompts, pool),
+        "infinite": prompts.rate(ideal),
         "pooled_lru": simulate_policy(prompts, pool, "lru")["hit_rate"],
         "pooled_opt": optimum(prompts, pool),
+        "ttft_ms": spread(map(config.timing.alone, prompts.lengths, ideal)),
     }
-    runs = [{**fleet.run(requests, speed).as_json(), "speed": speed} for fleet, speed in fleets]
-    return {"bounds": bounds, "runs": runs}
+    measured = []
+    for at in speeds:
+        for name in names:
+            fleet = Fleet(config, name)
+            fleet.measures.journal = Journal(config.block_size) if watch else None
+            measured.append((at, fleet.run(faster(requests, at))))
+    runs = [{**measures.as_json(), "speed": at} for at, measures in measured]
+    return {"bounds": bounds, "runs": runs}, measured
 
 
 def _pooled_table(report: dict[str, Any]) -> Table:

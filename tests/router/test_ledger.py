@@ -127,13 +127,13 @@ def test_the_oldest_queued_request_is_known_and_announced():
     ledger = Ledger(on_head_change=heads.append)
     ledger.join("a", 0)
     first, second, third = (ledger.reserve("a", None, n, 0) for n in (10, 20, 30))
-    assert (ledger.head_tokens[0], heads) == (10, [0])
+    assert (ledger.head_work[0], heads) == (10, [0])
     ledger.finish(second)
-    assert (ledger.head_tokens[0], heads) == (10, [0])
+    assert (ledger.head_work[0], heads) == (10, [0])
     ledger.start(first, "a", 0, None, 0)
-    assert (ledger.head_tokens[0], heads) == (30, [0, 0])
+    assert (ledger.head_work[0], heads) == (30, [0, 0])
     ledger.finish(third)
-    assert ledger.head_tokens[0] == 0
+    assert ledger.head_work[0] == 0
 
 
 def test_tokens_queued_before_a_moment():
@@ -179,6 +179,6 @@ def test_ten_thousand_mixed_endings_leave_exact_zeros():
     for reservation in open_:
         ledger.finish(reservation)
     assert all(not any(asdict(ledger.stats(name)).values()) for name in names)
-    for figures in (ledger.queued_tokens, ledger.head_tokens, ledger.outstanding, ledger.running_tokens):
+    for figures in (ledger.queued_tokens, ledger.head_work, ledger.outstanding, ledger.running_tokens):
         assert not figures.any()
     assert len(ledger.in_flight) == 0

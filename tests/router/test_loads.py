@@ -35,7 +35,7 @@ def report(tokens=0, waiting=0, running=0, rate=100.0, **other):
 
 
 def wait(loads, now):
-    return loads.wait_tokens(now)[0]
+    return loads.wait_work(now)[0]
 
 
 def test_others_work_shrinks_at_the_reported_rate():
@@ -58,7 +58,7 @@ def test_a_report_that_contains_our_requests_does_not_count_them_again():
     loads.report("a", 0, report(tokens=700, waiting=2))
     assert wait(loads, 1.0) == 700.0
     assert loads.requests()[0] == 2.0
-    assert loads.others_tokens[0] == 300.0
+    assert loads.others_work[0] == 300.0
 
 
 def test_a_report_below_our_queue_is_progress_on_the_oldest_request():

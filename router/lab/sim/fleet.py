@@ -7,23 +7,21 @@ all chance comes from one seed.
 import heapq
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
-import numpy as np
-import numpy.typing as npt
-
-from kvcore.events import BlocksRemoved, BlocksStored, Cleared, Event
-from kvcore.filters import CountingFilter, FilterGeometry
-from kvcore.fingerprint import FingerprintUpdate
-from kvcore.hashing import PrefixHasher
 from router.lab.errors import OptionError
 from router.lab.record import Request
+from router.lab.sim.changes import Change
 from router.lab.sim.measures import Measures
 from router.lab.sim.policies import News, SimPolicy, make_policy
-from router.lab.sim.replica import SPACE, SimReplica
+from router.lab.sim.replica import SimReplica
 from router.lab.sim.request import SimRequest
+from router.lab.sim.sessions import Sessions
+from router.lab.sim.telling import Telling
+from router.lab.sim.tiers import TierConfig
 from router.lab.sim.timing import Timing
 
 
@@ -31,8 +29,9 @@ from router.lab.sim.timing import Timing
 class FleetConfig:
     """A fleet: `replicas` engines with `blocks` blocks of `block_size` tokens, seen by `routers` routers.
 
-    What a replica's cache has gained and lost, and its load, reach every router `event_delay_s` later.
-    `slow` makes that share of the replicas take `slow_factor` times as long for everything.
+    What a replica tells of its cache and load, every `tell_interval_s` at most, reaches every router
+    `event_delay_s` later. `speeds` are the
+    replicas' speeds, repeated as often as needed: (1, 0.5) makes every other one take twice as long.
     """
 
     replicas: int = 8
@@ -41,63 +40,23 @@ class FleetConfig:
     timing: Timing = field(default_factory=lambda: Timing.preset("h100-8b"))
     routers: int = 1
     event_delay_s: float = 0.01
+    tell_interval_s: float = 0.05
     eviction: str = "reuse"
     seed: int = 0
-    slow: float = 0.0
-    slow_factor: float = 2.0
+    speeds: tuple[float, ...] = (1.0,)
+    express: bool = True
+    tiers: tuple[TierConfig, ...] = ()
+    changes: tuple[Change, ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.replicas, self.blocks, self.block_size, self.routers) < 1:
             raise OptionError("replicas, blocks, block size and routers must be positive")
-        if self.event_delay_s < 0 or not 0 <= self.slow <= 1 or self.slow_factor <= 0:
-            raise OptionError("delay and share of slow replicas must not be negative")
-
-
-class _Told:
-    """What the routers have been told of one replica's cache."""
-
-    def __init__(self, replica: SimReplica, geometry: FilterGeometry) -> None:
-        self._replica, self._cache = replica, replica.cache
-        self._filter, self._seq = CountingFilter(geometry), 0
-        self.planned = False
-
-    def news(self, everything: bool) -> News:
-        """What has changed since the last call, or all there is."""
-        base, load = self._seq, self._replica.load()
-        if base == self._cache.seq and not everything:
-            return News(None, [], load)
-        before, events = self._filter.bits, self._changes(base)
-        for event in events:
-            if isinstance(event, BlocksStored):
-                self._filter.add(event.hashes)
-            elif isinstance(event, BlocksRemoved):
-                self._filter.remove(event.hashes)
-            elif isinstance(event, Cleared):
-                self._filter.clear()
-        self._seq = self._cache.seq
-        return News(self._update(base, before, everything), events, load)
-
-    def _changes(self, base: int) -> list[Event]:
-        events = self._cache.events.since(self._cache.epoch, base)
-        if events is None:  # more than the log holds: all from the beginning
-            everything = self._cache.snapshot()
-            seq = self._cache.seq
-            return [Cleared(seq), BlocksStored(seq, everything.hashes, None, SPACE.digest())]
-        return events
-
-    def _update(self, base: int, before: npt.NDArray[np.bool_], everything: bool) -> FingerprintUpdate:
-        after = self._filter.bits
-        gained, lost = np.flatnonzero(after & ~before), np.flatnonzero(before & ~after)
-        return FingerprintUpdate(
-            epoch=self._cache.epoch,
-            base_seq=0 if everything else base,
-            seq=self._seq,
-            geometry=self._filter.geometry,
-            snapshot=everything,
-            set_rows=(np.flatnonzero(after) if everything else gained).astype(np.uint32),
-            digest=self._filter.digest,
-            cleared_rows=(lost[:0] if everything else lost).astype(np.uint32),
-        )
+        if not 0 <= self.event_delay_s < float("inf"):
+            raise OptionError(f"the event delay must be a time in seconds, not {self.event_delay_s}")
+        if not self.speeds or not all(0 < speed < float("inf") for speed in self.speeds):
+            raise OptionError("the speeds of replicas must be positive numbers")
+        if self.tiers and not self.timing.kv_bytes:
+            raise OptionError("lower tiers need a timing that knows the bytes of a token's KV: a preset")
 
 
 class Fleet:
@@ -107,93 +66,163 @@ class Fleet:
         self.config = config
         self.now = 0.0
         rng = random.Random(config.seed)
-        self._hasher = PrefixHasher(b"simulation")
-        self._root = self._hasher.root(SPACE)
         self.policy: SimPolicy = make_policy(policy, config.block_size, config.routers, self.clock, rng)
-        self.replicas = [self._replica(number) for number in range(config.replicas)]
-        geometry = FilterGeometry.for_blocks(config.blocks)
-        self._told = [_Told(replica, geometry) for replica in self.replicas]
-        self._events: list[tuple[float, int, str, int]] = []
+        self.replicas: list[SimReplica] = []  # by number; those that left stay, without requests
+        self.measures = Measures(policy)
+        self._tellings: list[Telling] = []
+        self._alive: set[int] = set()
+        self._sessions = Sessions(())
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
-        self._versions = [0] * config.replicas
-        self.measures = Measures(policy, config.replicas)
 
     def clock(self) -> float:
         """The simulated time, seconds."""
         return self.now
 
-    def run(self, requests: Iterable[Request], speed: float = 1.0) -> Measures:
-        """Simulate all requests, which come in the order of their times, `speed` times as fast."""
+    def run(self, requests: Iterable[Request]) -> Measures:
+        """Simulate all requests, given in the order of their times."""
         started = time.perf_counter()
-        for number in range(self.config.replicas):
-            self.policy.joined(number)
-            self._hear(number)
-        for request in requests:
-            at = (request.timestamp_s or 0.0) / speed
+        for _ in range(self.config.replicas):
+            self._join()
+        for change in self.config.changes:
+            self._at(change.at_s, partial(self._change, change))
+        self._sessions = Sessions(requests)
+        for request in self._sessions.open:
+            at = request.timestamp_s or 0.0
             self._until(at)
             self.now = max(self.now, at)
             self._arrive(request)
         self._until(float("inf"))
-        self.measures.finish(self.now, time.perf_counter() - started, [r.busy_s for r in self.replicas])
+        wall_s = time.perf_counter() - started
+        self.measures.finish(self.now, wall_s, [replica.busy_s for replica in self.replicas])
         return self.measures
 
-    def _replica(self, number: int) -> SimReplica:
-        config = self.config
-        slow = number < config.slow * config.replicas
-        timing = config.timing.slower(config.slow_factor) if slow else config.timing
-        return SimReplica(
-            str(number), timing, config.blocks, config.block_size, self._hasher, self.clock, config.eviction
-        )
+    def _at(self, at: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (at, next(self._order), what))
+
+    def _until(self, end: float) -> None:
+        """Let everything happen that is due before `end`."""
+        events = self._events
+        while events and events[0][0] <= end:
+            self.now, _, what = heapq.heappop(events)
+            what()
+
+    # --- Requests. ---
 
     def _arrive(self, request: Request) -> None:
-        tokens = request.known_tokens()
-        if tokens is None:
-            raise OptionError("a simulation needs a trace with token ids or hash ids")
-        if len(tokens) + (request.max_tokens or 1) > self.config.blocks * self.config.block_size:
-            self.measures.refused += 1
+        size, blocks = self.config.block_size, self.config.blocks
+        sim = SimRequest.of(request, size, self.now)
+        if len(sim.tokens) + sim.answer_tokens > blocks * size:
+            self._refuse(sim)
             return
-        hashes = self._hasher.block_hashes(tokens, self.config.block_size, self._root)
-        sim = SimRequest(tokens, hashes, request.max_tokens or 1, self.now, request.session_id)
+        self._place(sim)
+
+    def _place(self, sim: SimRequest) -> None:
+        if not self._alive:
+            self._refuse(sim)
+            return
         began = time.perf_counter()
         replica = self.policy.place(sim)
         self.measures.decided(time.perf_counter() - began)
         if replica is None:
-            self.measures.refused += 1
+            self._refuse(sim)
             return
         sim.replica = replica
+        self.measures.placed(sim, self.replicas)
         self.replicas[replica].add(sim)
-        self._plan(replica)
+        self._follow(replica)
 
-    def _until(self, end: float) -> None:
-        """Let everything happen that is due before `end`."""
-        while self._events and self._events[0][0] <= end:
-            self.now, _, kind, number = heapq.heappop(self._events)
-            if kind == "hear":
-                self._told[number].planned = False
-                self._hear(number)
-            elif self.replicas[number].due == self.now:  # else it was planned anew since
-                self._step_ended(number)
+    def _refuse(self, sim: SimRequest) -> None:
+        self.measures.refused += 1
+        self._next_turn(sim.session)
 
-    def _step_ended(self, number: int) -> None:
+    def _next_turn(self, session: str | None) -> None:
+        following = self._sessions.ended(session, self.now)
+        if following is not None:
+            at, request = following
+            self._at(at, lambda: self._arrive(request))
+
+    # --- Replicas. ---
+
+    def _follow(self, number: int) -> None:
+        """Plan the end of a replica's step, and that routers hear what has changed."""
+        replica, telling = self.replicas[number], self._tellings[number]
+        due = replica.due
+        if due is not None:
+            self._at(due, lambda: self._step_ended(number, due))
+        if self.policy.wants == "nothing":
+            return
+        at = max(telling.due(), self.now)
+        if at < telling.planned_at:
+            telling.planned_at = at
+            if at == self.now:
+                self._tell(number)
+            else:
+                self._at(at, lambda: self._tell(number))
+
+    def _step_ended(self, number: int, due: float) -> None:
         replica = self.replicas[number]
+        if replica.due != due:
+            return  # planned anew since
         ended = replica.end()
         for request in ended.first:
             self.policy.started(request, replica.cache.epoch, replica.cache.seq)
         for request in ended.last:
             self.policy.finished(request)
             self.measures.add(request, self.now)
-        self._plan(number)
+            self._next_turn(request.session)
+        self._follow(number)
+        if number not in self._alive and replica.due is None:
+            replica.cache.clear()  # it has left
 
-    def _plan(self, number: int) -> None:
-        """Plan the end of a replica's step, and that routers hear what has changed."""
-        replica, told = self.replicas[number], self._told[number]
-        if replica.due is not None:
-            heapq.heappush(self._events, (replica.due, next(self._order), "step", number))
-        if not told.planned:
-            told.planned = True
-            at = self.now + self.config.event_delay_s
-            heapq.heappush(self._events, (at, next(self._order), "hear", number))
+    def _tell(self, number: int) -> None:
+        telling = self._tellings[number]
+        if number not in self._alive or telling.planned_at > self.now:
+            return  # gone, or told since
+        news = telling.news(self.now, everything=self.policy.suspects(number))
+        self._at(self.now + self.config.event_delay_s, lambda: self._hear(number, news))
 
-    def _hear(self, number: int) -> None:
-        news = self._told[number].news(everything=self.policy.suspects(number))
-        self.policy.heard(number, news)
+    def _hear(self, number: int, news: News) -> None:
+        if number in self._alive:
+            self.policy.heard(number, news)
+
+    # --- Changes. ---
+
+    def _change(self, change: Change) -> None:
+        if change.kind == "join":
+            self._join()
+        elif change.replica not in self._alive:
+            raise OptionError(f"no replica {change.replica} is there at {change.at_s:g} s to {change.kind}")
+        else:
+            self._lose(change.replica, fails=change.kind == "fail")
+
+    def _join(self) -> None:
+        config, number = self.config, len(self.replicas)
+        speed = config.speeds[number % len(config.speeds)]
+        timing = config.timing if speed == 1 else config.timing.slower(1 / speed)
+        replica = SimReplica(
+            timing,
+            config.blocks,
+            config.block_size,
+            self.clock,
+            config.eviction,
+            config.express,
+            config.tiers,
+        )
+        self.replicas.append(replica)
+        self._tellings.append(Telling(replica, self.policy.wants, config.tell_interval_s))
+        self._alive.add(number)
+        self.policy.joined(number)
+        self._hear(number, self._tellings[number].news(self.now, everything=True))
+
+    def _lose(self, number: int, fails: bool) -> None:
+        """A replica gets no more requests. Those that it has end there, unless it fails: then they start
+        again elsewhere at once; what was produced is kept, and computed again."""
+        self._alive.discard(number)
+        lost = self.replicas[number].drop_all() if fails else []
+        for sim in lost:
+            self.policy.finished(sim)
+        self.policy.left(number)
+        self.measures.moved += len(lost)
+        for sim in lost:
+            self._place(sim)

@@ -1,13 +1,16 @@
 """One simulated engine: the real prefix cache, chunked prefill and continuous batching, timed by a model.
 
-A step takes decodes first, goes on with started prefills, then admits waiting requests, oldest first, under a
-token budget. Steps of pure decoding are taken many at once, until a request ends or a new one comes, so the
-cost of a simulation grows with requests and prefill chunks, not with answer tokens. Answers take blocks but
-are never published: a trace does not say what was answered.
+A step takes decodes first; half of what they leave of the token budget is an express lane for prompts that it
+can finish in this step, shortest first; then started prefills go on and waiting requests are admitted, oldest
+first. A request whose next block is being computed by another waits for it. (So schedules `replica/`; without
+`express`, first come, first served, as most other engines do.)
+
+Steps of pure decoding are taken many at once, until a request ends or a new one comes, so the cost of a
+simulation grows with requests and prefill chunks, not with answer tokens. Answers take blocks but are never
+published: a trace does not say what was answered.
 """
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +18,13 @@ import numpy as np
 
 from kvcore.cache import PrefixCache
 from kvcore.errors import OutOfBlocks
-from kvcore.hashing import PrefixHasher
-from kvcore.namespace import Namespace
-from router.lab.sim.request import SimRequest
+from kvcore.events import BlocksRemoved
+from router.lab.sim.request import HASHER, SPACE, SimRequest
+from router.lab.sim.tiers import TierConfig, Tiers
 from router.lab.sim.timing import Timing
 
-SPACE = Namespace("simulated")
+_EXPRESS_LINE = 16  # how far into the line the express lane looks, as in replica/scheduler.py
+_ANSWER = np.full(1 << 17, -1, np.int32)
 
 
 @dataclass
@@ -31,6 +35,7 @@ class Step:
     chunks: list[tuple[SimRequest, int]]
     decodes: list[SimRequest]
     context: int
+    load_s: float = 0.0
     steps: int = 1
 
 
@@ -47,27 +52,37 @@ class SimReplica:
 
     def __init__(
         self,
-        name: str,
         timing: Timing,
         blocks: int,
         block_size: int,
-        hasher: PrefixHasher,
         clock: Callable[[], float],
         eviction: str = "reuse",
+        express: bool = True,
+        tiers: Sequence[TierConfig] = (),
     ) -> None:
-        self.name = name
         self.timing = timing
-        self.cache = PrefixCache(blocks, block_size, hasher, policy=eviction, clock=clock)
-        self.waiting: deque[SimRequest] = deque()
-        self.running: list[SimRequest] = []
+        self.cache = PrefixCache(blocks, block_size, HASHER, policy=eviction, clock=clock)
+        self.tiers = Tiers(tiers, timing.kv_bytes * block_size) if tiers else None
+        self.waiting: list[SimRequest] = []
+        self.prefilling: list[SimRequest] = []
+        self.decoding: list[SimRequest] = []
         self.due: float | None = None
         self.preemptions = 0
         self.busy_s = 0.0
+        self._express = express
         self._step: Step | None = None
+        self._load_s = 0.0
+        self._sunk = 0
         self._clock = clock
+
+    @property
+    def requests(self) -> list[SimRequest]:
+        """All that are here."""
+        return [*self.decoding, *self.prefilling, *self.waiting]
 
     def add(self, request: SimRequest) -> None:
         """A request arrives; a run of pure decoding ends with the step that is being computed."""
+        self._look(request)
         self.waiting.append(request)
         step = self._step
         if step is None:
@@ -87,90 +102,190 @@ class SimReplica:
             request.computed += count
             self.cache.commit(request.lease, min(request.computed, len(request.tokens)))
             if request.computed == request.num_tokens:
+                self.prefilling.remove(request)
+                self.decoding.append(request)
                 self._produce(request, 1, ended)
         for request in step.decodes:
             if request.lease is not None:
                 request.computed += step.steps
                 self._produce(request, step.steps, ended)
+        if self.tiers is not None:
+            self._sink(self.tiers)
         self._begin()
         return ended
 
     def drop_all(self) -> list[SimRequest]:
-        """The replica dies: all its requests, as if never begun; its cache is gone."""
-        lost = [*self.running, *self.waiting]
+        """The replica dies: all its requests, as they stand for their clients."""
+        lost = self.requests
         for request in lost:
-            request.lease, request.computed, request.produced = None, 0, 0
-        self.running.clear()
-        self.waiting.clear()
+            if request.lease is not None:
+                self.cache.release(request.lease)
+            request.forget_progress()
+        self.cache.clear()
+        for line in (self.waiting, self.prefilling, self.decoding):
+            line.clear()
         self.due = self._step = None
         return lost
 
     def load(self) -> dict[str, Any]:
         """The figures that a replica reports to routers (LoadReport)."""
-        stats = self.cache.stats()
-        left = sum(request.num_tokens - request.computed for request in self.running if request.produced == 0)
+        stats, timing = self.cache.stats(), self.timing
+        left = [(request.num_tokens, max(request.left(), 1)) for request in (*self.waiting, *self.prefilling)]
         return {
             "waiting": len(self.waiting),
-            "running": len(self.running),
-            "waiting_tokens": left + sum(len(request.tokens) for request in self.waiting),
+            "running": len(self.prefilling) + len(self.decoding),
+            "waiting_tokens": sum(count for _, count in left),
+            "waiting_work": sum(
+                count * (1 + (total - count / 2) * timing.attention) for total, count in left
+            ),
+            "attention_tokens": 1 / timing.attention if timing.attention else 0,
             "free": stats.free,
             "cached": stats.cached,
             "held": stats.held,
             "num_blocks": stats.num_blocks,
             "eviction_age_s": stats.eviction_age_s,
-            "prefill_tokens_per_s": self.timing.prefill_tokens_per_s,
-            "decode_step_s": self.timing.decode(8, 8 * 2048),
+            "prefill_tokens_per_s": timing.prefill_tokens_per_s,
+            "decode_step_s": timing.decode(8, 8 * 2048),
         }
 
     def _begin(self) -> None:
         """Plan the next step, if there is anything to do."""
-        budget = self.timing.max_batch_tokens
-        decodes = [request for request in self.running if request.computed == request.num_tokens - 1]
-        decodes = [request for request in decodes if request.produced > 0]
-        budget -= len(decodes)
-        chunks: list[tuple[SimRequest, int]] = []
-        for request in self.running:
-            if request not in decodes and budget > 0:
-                chunks.append((request, min(budget, request.num_tokens - request.computed)))
-                budget -= chunks[-1][1]
-        while self.waiting and budget > 0 and len(self.running) < self.timing.max_num_seqs:
-            if not self._admit(self.waiting[0]):
-                break
-            request = self.waiting.popleft()
-            self.running.append(request)
-            chunks.append((request, min(budget, request.num_tokens - request.computed)))
-            budget -= chunks[-1][1]
+        decodes = self.decoding.copy()
+        budget = self.timing.max_batch_tokens - len(decodes)
+        chunks: dict[SimRequest, int] = {}
+        if self._express and len(self.waiting) + len(self.prefilling) > 1:
+            budget -= self._overtake(chunks, budget // 2)
+        for request in self.prefilling:
+            if budget > 0 and request not in chunks:
+                chunks[request] = min(budget, request.num_tokens - request.computed)
+                budget -= chunks[request]
+        if self.waiting:
+            self._admit(chunks, budget)
         if not chunks and not decodes:
             self._step = self.due = None
             return
         context = sum(request.computed for request in decodes)
-        self._step = Step(self._clock(), chunks, decodes, context)
+        self._step = Step(self._clock(), list(chunks.items()), decodes, context, self._load_s)
+        self._load_s = 0.0
         if not chunks:
-            stats = self.cache.stats()
-            room = (stats.free + stats.cached) // len(decodes) * self.cache.block_size
+            room = self.cache.available // len(decodes) * self.cache.block_size
             self._step.steps = max(1, min(room, *(r.answer_tokens - r.produced for r in decodes)))
         self.due = self._step.began + self._duration(self._step)
 
-    def _admit(self, request: SimRequest) -> bool:
-        produced = np.full(request.produced, -1, np.int32)
-        tokens = np.concatenate((request.tokens, produced)) if request.produced else request.tokens
+    def _overtake(self, chunks: dict[SimRequest, int], lane: int) -> int:
+        """Finish the prompts with the least left, `lane` tokens at most; returns the tokens taken."""
+        spent = 0
+        candidates = [*self._ready_in_line(), *self.prefilling]
+        if len(candidates) < 2:
+            return 0
+        for request in sorted(candidates, key=SimRequest.left):
+            if spent + request.left() > lane:
+                break
+            if request.lease is None:
+                if self._computed_elsewhere(request):
+                    continue
+                if not self._claim(request):
+                    break
+            left = request.num_tokens - request.computed
+            if spent + left <= lane:  # what was seen in the cache may be gone by the claim
+                chunks[request] = left
+                spent += left
+        return spent
+
+    def _ready_in_line(self) -> list[SimRequest]:
+        """The first of the line that need not wait for another; none while the first one lacks blocks."""
+        ready: list[SimRequest] = []
+        for request in self.waiting[:_EXPRESS_LINE]:
+            self._look(request)
+            if self._computed_elsewhere(request):
+                continue
+            if not ready and not self._fits(request):
+                return []
+            ready.append(request)
+        return ready
+
+    def _admit(self, chunks: dict[SimRequest, int], budget: int) -> None:
+        for request in self.waiting.copy():
+            if budget <= 0:
+                return
+            if self._express:
+                self._look(request)
+                if self._computed_elsewhere(request):
+                    continue
+            if not self._claim(request):
+                return  # nobody overtakes the one that lacks blocks
+            chunks[request] = min(budget, request.num_tokens - request.computed)
+            budget -= chunks[request]
+
+    def _look(self, request: SimRequest) -> None:
+        """See how much of a waiting request is cached now."""
+        if request.looked != self.cache.seq:
+            request.hit = self.cache.probe(request.tokens, SPACE, request.hashes)
+            request.looked = self.cache.seq
+
+    def _computed_elsewhere(self, request: SimRequest) -> bool:
+        """Whether a running request is computing the next block that this one lacks."""
+        missing = request.hit // self.cache.block_size
+        if missing >= len(request.hashes):
+            return False
+        wanted, end = request.hashes[missing], (missing + 1) * self.cache.block_size
+        return any(
+            other.computed < end and len(other.hashes) > missing and other.hashes[missing] == wanted
+            for other in self.prefilling
+        )
+
+    def _fits(self, request: SimRequest) -> bool:
+        size = self.cache.block_size
+        running = len(self.prefilling) + len(self.decoding)
+        needed = -(-request.num_tokens // size) - request.hit // size
+        return running == 0 or needed + running <= self.cache.available
+
+    def _claim(self, request: SimRequest) -> bool:
+        running = len(self.prefilling) + len(self.decoding)
+        if running >= self.timing.max_num_seqs or not self._fits(request):
+            return False
+        tokens, hashes = request.tokens, request.hashes
+        if request.produced:
+            tokens = np.concatenate((tokens, _ANSWER[: request.produced]))
+            hashes = HASHER.block_hashes(tokens, self.cache.block_size, HASHER.root(SPACE))
         try:
-            request.lease = self.cache.claim(
-                tokens, SPACE, hashes=request.hashes if not request.produced else None
-            )
+            request.lease = self.cache.claim(tokens, SPACE, hashes=hashes)
         except OutOfBlocks:
             return False
         request.computed = request.lease.cached_tokens
+        if self.tiers is not None:
+            self._raise(request, self.tiers)
         if request.cached_tokens < 0:
-            request.cached_tokens = request.lease.cached_tokens
+            request.cached_tokens = request.computed
+        self.waiting.remove(request)
+        self.prefilling.append(request)
         return True
+
+    def _raise(self, request: SimRequest, tiers: Tiers) -> None:
+        """Load what lower tiers have of a claimed request instead of computing it."""
+        size = self.cache.block_size
+        depth = request.computed // size
+        count, seconds = tiers.load(request.hashes[depth:].tolist())
+        loaded = min((depth + count) * size, request.num_tokens - 1) - request.computed
+        if loaded <= 0:
+            return
+        request.computed += loaded
+        request.loaded_tokens += loaded
+        self._load_s += seconds
+
+    def _sink(self, tiers: Tiers) -> None:
+        events = self.cache.events.since(self.cache.epoch, self._sunk) or []
+        self._sunk = self.cache.seq
+        for event in events:
+            if isinstance(event, BlocksRemoved):
+                tiers.sink(event.hashes.tolist())
 
     def _duration(self, step: Step) -> float:
         if not step.chunks:
             return self.timing.decode(len(step.decodes), step.context, step.steps)
         tokens = sum(count for _, count in step.chunks)
         pairs = sum(count * (request.computed + count / 2) for request, count in step.chunks)
-        return self.timing.prefill(tokens, pairs, len(step.decodes), step.context)
+        return step.load_s + self.timing.prefill(tokens, pairs, len(step.decodes), step.context)
 
     def _steps_until(self, step: Step, now: float) -> int:
         """Whole decode steps of a run until the one that is being computed now has ended."""
@@ -186,25 +301,30 @@ class SimReplica:
             request.first_at = self._clock()
             ended.first.append(request)
         request.produced += count
-        if request.produced >= request.answer_tokens:
-            assert request.lease is not None
-            self.cache.release(request.lease)
-            request.lease = None
-            self.running.remove(request)
-            ended.last.append(request)
+        if request.produced < request.answer_tokens:
+            self._grow(request)
             return
-        self._grow(request, count)
+        assert request.lease is not None
+        self.cache.release(request.lease)
+        request.lease = None
+        self.decoding.remove(request)
+        ended.last.append(request)
 
-    def _grow(self, request: SimRequest, count: int) -> None:
+    def _grow(self, request: SimRequest) -> None:
         """Take the blocks for new tokens, at the cost of the youngest running request if there are none."""
         while request.lease is not None:
+            # Only where a block ends is there anything to tell the cache.
+            if request.num_tokens <= len(request.lease.blocks) * self.cache.block_size:
+                return
             try:
-                self.cache.append(request.lease, np.full(count, -1, np.int32))
+                self.cache.append(request.lease, _ANSWER[: request.num_tokens - len(request.lease)])
                 return
             except OutOfBlocks:
-                youngest = self.running.pop()
-                assert youngest.lease is not None
-                self.cache.release(youngest.lease)
-                youngest.lease, youngest.computed = None, 0
-                self.waiting.appendleft(youngest)
-                self.preemptions += 1
+                self._preempt((self.prefilling or self.decoding).pop())
+
+    def _preempt(self, youngest: SimRequest) -> None:
+        assert youngest.lease is not None
+        self.cache.release(youngest.lease)
+        youngest.forget_progress()
+        self.waiting.insert(0, youngest)
+        self.preemptions += 1

@@ -5,7 +5,9 @@ by the pairs of tokens that meet, decode by the cached tokens that are read. The
 public peak rates with the efficiencies below; `Timing.fitted` takes what `warmroute bench engine` measured.
 """
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from router.lab.errors import OptionError
 
@@ -56,25 +58,38 @@ MODELS = {
 @dataclass(frozen=True)
 class Timing:
     """Seconds: `step_s` a step at least, `weights_s` to read the weights, `token_s` a computed token,
-    `pair_s` a pair of a new and an earlier token in prefill attention, `kv_s` a token that a decode reads."""
+    `pair_s` a pair of a new and an earlier token in prefill attention, `kv_s` a token that a decode reads,
+    `row_s` a sequence that decodes, beyond its token."""
 
     step_s: float
     weights_s: float
     token_s: float
     pair_s: float
     kv_s: float
+    row_s: float = 0.0
+    kv_bytes: int = 0  # of one token; 0: not known
     max_batch_tokens: int = 2048
     max_num_seqs: int = 256
 
     def prefill(self, tokens: int, pairs: float, decodes: int, context: int) -> float:
         """Seconds of a step: prefill tokens, beside `decodes` rows with `context` cached tokens in all."""
         work = max(self.weights_s, (tokens + decodes) * self.token_s)
-        return self.step_s + work + pairs * self.pair_s + context * self.kv_s
+        return self.step_s + work + pairs * self.pair_s + decodes * self.row_s + context * self.kv_s
 
     def decode(self, rows: int, context: int, steps: int = 1) -> float:
         """Seconds of so many steps in a row of pure decoding, contexts growing by a token a step."""
-        once = self.step_s + max(self.weights_s, rows * self.token_s) + context * self.kv_s
+        work = max(self.weights_s, rows * self.token_s) + rows * self.row_s
+        once = self.step_s + work + context * self.kv_s
         return steps * once + rows * steps * (steps - 1) / 2 * self.kv_s
+
+    def alone(self, tokens: int, hit: int) -> float:
+        """Seconds until the first token of a prompt with so many tokens cached, on an engine of its own."""
+        seconds, done = 0.0, min(hit, tokens - 1)
+        while done < tokens:
+            count = min(self.max_batch_tokens, tokens - done)
+            seconds += self.prefill(count, count * (done + count / 2), 0, 0)
+            done += count
+        return seconds
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -82,10 +97,27 @@ class Timing:
         step = self.prefill(self.max_batch_tokens, 0, 0, 0)
         return self.max_batch_tokens / step
 
+    @property
+    def attention(self) -> float:
+        """How much more a token costs in a prefill for each token of its context, as a share."""
+        return self.pair_s * self.prefill_tokens_per_s
+
     def slower(self, factor: float) -> "Timing":
         """The same engine on hardware that takes `factor` times as long."""
-        names = ("step_s", "weights_s", "token_s", "pair_s", "kv_s")
+        names = ("step_s", "weights_s", "token_s", "pair_s", "kv_s", "row_s")
         return replace(self, **{name: getattr(self, name) * factor for name in names})
+
+    @classmethod
+    def named(cls, name: str) -> "Timing":
+        """A preset, or fitted to a file with the JSON of `warmroute bench engine`. Raises `OptionError`."""
+        if not name.endswith(".json"):
+            return cls.preset(name)
+        try:
+            figures = json.loads(Path(name).read_text(encoding="utf-8"))
+            rates = {int(rows): float(rate) for rows, rate in figures["decode_tokens_per_s"].items()}
+            return cls.fitted(float(figures["prefill_tokens_per_s"]), rates)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise OptionError(f"{name} is no JSON of `warmroute bench engine`: {error!r}") from error
 
     @classmethod
     def preset(cls, name: str) -> "Timing":
@@ -108,11 +140,28 @@ class Timing:
             token_s=2 * shape.params / flops,
             pair_s=4 * shape.layers * shape.heads * shape.head_dim / flops,
             kv_s=shape.kv_bytes / bandwidth,
+            kv_bytes=shape.kv_bytes,
         )
 
     @classmethod
     def fitted(cls, prefill_tokens_per_s: float, decode_tokens_per_s: dict[int, float]) -> "Timing":
-        """From `warmroute bench engine`: the rate of a prefill and of decoding with 1 and more sequences."""
+        """From `warmroute bench engine`: the rate of a long prefill, and of decoding by number of sequences.
+
+        Batch sizes and budget of a step are those of the CPU engine's defaults.
+        """
+        least, most = min(decode_tokens_per_s), max(decode_tokens_per_s)
+        if min(prefill_tokens_per_s, least, *decode_tokens_per_s.values()) <= 0:
+            raise OptionError("rates and numbers of sequences must be positive")
+        step_s = {rows: rows / decode_tokens_per_s[rows] for rows in (least, most)}
+        row_s = (step_s[most] - step_s[least]) / (most - least) if most > least else 0.0
         token_s = 1 / prefill_tokens_per_s
-        alone = 1 / decode_tokens_per_s[1]
-        return cls(step_s=0.0, weights_s=alone, token_s=token_s, pair_s=0.0, kv_s=0.0, max_batch_tokens=512)
+        return cls(
+            step_s=step_s[least] - least * row_s,
+            weights_s=0.0,
+            token_s=token_s,
+            pair_s=0.0,
+            kv_s=0.0,
+            row_s=row_s - token_s,
+            max_batch_tokens=512,
+            max_num_seqs=64,
+        )

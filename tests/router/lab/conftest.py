@@ -81,7 +81,10 @@ def build_app(state: Endpoint) -> FastAPI:
         fault = state.fault(body, number)
         if fault.isdigit():
             return JSONResponse({"error": {"message": f"answered {fault}"}}, int(fault))
-        headers = {"x-warmroute-replica": f"replica-{number % 2}"}
+        headers = {
+            "x-warmroute-replica": f"replica-{number % 2}",
+            "x-warmroute-reason": ("age", "prefix")[number % 2],
+        }
         return StreamingResponse(stream(body, number, fault), headers=headers, media_type="text/event-stream")
 
     async def stream(body: dict, number: int, fault: str):

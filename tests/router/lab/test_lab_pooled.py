@@ -19,7 +19,7 @@ def prompts(options, *rows):
     for at, row in enumerate(rows):
         tokens = [token for letter in row for token in ([ord(letter)] * (2 if letter.isupper() else 1))]
         requests.append(Request(token_ids=np.array(tokens, np.int32), timestamp_s=float(at)))
-    return Prompts.of(requests, options)
+    return Prompts(requests, options)
 
 
 def test_a_small_pool_forgets_what_it_should_not():
@@ -69,9 +69,8 @@ def test_hits_on_a_part_of_a_block_are_not_counted(policy):
 
 def test_refusals():
     with pytest.raises(OptionError, match="no requests"):
-        Prompts.of([], PooledOptions(1, 1))
-    with pytest.raises(OptionError, match="token ids"):
-        Prompts.of([Request(text="x")], PooledOptions(1, 1))
+        Prompts([], PooledOptions(1, 1))
+    assert Prompts([Request(text="x" * 9)], PooledOptions(1, 1)).lengths == [3], "four bytes are a token"
     with pytest.raises(OptionError, match="positive"):
         PooledOptions(0, 1)
 
@@ -79,7 +78,7 @@ def test_refusals():
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--blocks", "0"], "blocks, block size and speed must be positive"),
+        (["--blocks", "0"], "replicas, blocks, block size and routers must be positive"),
         (["--blocks", "99999999999999999999"], "num_blocks must be 1..2^30-1"),
         (["--policy", "lru,bogus"], "unknown eviction policy 'bogus'"),
         (["--limit", "-1"], ""),

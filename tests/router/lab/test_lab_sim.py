@@ -1,13 +1,17 @@
 """Simulated fleets: exact times in small cases, nothing lost in large ones, the same result every time."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from router.lab.errors import OptionError
 from router.lab.ideal import ideal_hits
 from router.lab.record import Request
+from router.lab.sim.changes import Change
 from router.lab.sim.fleet import Fleet, FleetConfig
 from router.lab.sim.policies import OTHERS, PLACED
+from router.lab.sim.tiers import TierConfig
 from router.lab.sim.timing import Timing
 
 # A step takes 1 s at least; a token 1/8 s; attention nothing, reading a cached token 1/1024 s.
@@ -109,7 +113,7 @@ def test_an_idle_fleet_of_nearly_equal_replicas_uses_all_its_caches(factor):
     """One request at a time, prompts that fit the fleet's caches and not one replica's, three rounds."""
     prompts = [np.arange(40) + 100 * number for number in range(24)]
     requests = [request(100.0 * i, prompts[i % 24], 1) for i in range(72)]
-    one = fleet("cache_aware", replicas=2, blocks=160, slow=0.5, slow_factor=factor)
+    one = fleet("cache_aware", replicas=2, blocks=160, speeds=(1 / factor, 1.0))
     run = one.run(requests)
     assert min(run.per_replica.values()) >= 18
     assert run.hit_rate == pytest.approx(2 / 3 * 39 / 40)
@@ -134,7 +138,7 @@ def test_the_youngest_gives_way_when_blocks_run_out():
 def test_slow_replicas_and_late_events():
     requests = list(workload(6))
     fast = fleet("cache_aware", replicas=4).run(requests)
-    half = fleet("cache_aware", replicas=4, slow=0.5).run(requests)
+    half = fleet("cache_aware", replicas=4, speeds=(0.5, 0.5, 1.0, 1.0)).run(requests)
     assert np.mean(half.ttft_s) > np.mean(fast.ttft_s)
     assert half.per_replica[0] + half.per_replica[1] < half.per_replica[2] + half.per_replica[3]
     late = fleet("cache_aware", replicas=4, routers=4, event_delay_s=5.0).run(requests)
@@ -153,9 +157,27 @@ def test_presets_follow_from_peak_rates():
     assert timing.kv_s == 131_072 / (3.35e12 * 0.8), "128 KiB of keys and values a token"
     four = Timing.preset("h100-8b-tp4")
     assert four.token_s == timing.token_s / 4 and four.step_s == timing.step_s
-    fitted = Timing.fitted(700.0, {1: 50.0})
-    assert (fitted.token_s, fitted.weights_s) == (1 / 700, 1 / 50)
     assert timing.slower(2).decode(1, 10) == 2 * timing.decode(1, 10)
+
+
+def test_a_timing_is_fitted_to_a_benchmark(tmp_path):
+    file = tmp_path / "engine.json"
+    file.write_text('{"prefill_tokens_per_s": 800, "decode_tokens_per_s": {"1": 32, "8": 128}}')
+    timing = Timing.named(str(file))
+    assert timing.prefill_tokens_per_s == pytest.approx(512 / (timing.step_s + 512 / 800))
+    assert timing.decode(1, 9000) == pytest.approx(1 / 32) and timing.decode(8, 1) == pytest.approx(8 / 128)
+    assert Timing.fitted(700.0, {1: 50.0}).decode(4, 0) == pytest.approx(1 / 50), "one rate: no more is known"
+    for text in (
+        "",
+        "[]",
+        '{"prefill_tokens_per_s": 1}',
+        '{"prefill_tokens_per_s": 1, "decode_tokens_per_s": {}}',
+    ):
+        file.write_text(text)
+        with pytest.raises(OptionError, match="no JSON of `warmroute bench engine`"):
+            Timing.named(str(file))
+    with pytest.raises(OptionError, match="positive"):
+        Timing.fitted(0.0, {1: 1.0})
 
 
 @pytest.mark.parametrize("name", ["", "h100", "h100-9b", "tpu-8b", "h100-8b-tpx"])
@@ -169,5 +191,88 @@ def test_refusals():
         fleet("best")
     with pytest.raises(OptionError, match="positive"):
         FleetConfig(replicas=0)
-    with pytest.raises(OptionError, match="token ids"):
-        fleet().run([Request(text="x", timestamp_s=0.0)])
+    with pytest.raises(OptionError, match="speeds"):
+        FleetConfig(speeds=(1.0, 0.0))
+    with pytest.raises(OptionError, match="no replica 3 is there at 1 s to fail"):
+        fleet(changes=[Change.parse("fail:3@1")]).run([request(2.0, 8, 1)])
+
+
+@pytest.mark.parametrize("text", ["", "fail@3", "fail:x@3", "join:1@3", "leave:1", "leave:1@-1", "stop:1@2"])
+def test_changes_that_mean_nothing(text):
+    with pytest.raises(OptionError, match="a change is"):
+        Change.parse(text)
+
+
+@pytest.mark.parametrize("text", ["", "8", "8:", "0:1", "8:0", "8:inf", "x:1"])
+def test_tiers_that_mean_nothing(text):
+    with pytest.raises(OptionError, match="a tier"):
+        TierConfig.parse(text)
+
+
+def test_text_counts_four_bytes_as_a_token():
+    run = fleet().run([Request(text="x" * 96, max_tokens=1, timestamp_s=0.0)])
+    assert run.ttft_s == [24 * 0.125]
+
+
+def test_a_turn_waits_for_the_one_before_it():
+    turns = [request(0.0, 16, 3, "a"), request(1.0, 24, 1, "a"), request(50.0, 32, 1, "a")]
+    turns.append(replace(request(50.5, 40, 1, "a"), think_s=3.0))
+    one = fleet()
+    arrived = []
+    place = one.policy.place
+    one.policy.place = lambda sim: arrived.append(one.now) or place(sim)
+    one.run(turns)
+    first = 16 * 0.125 + (1 + 16 / 1024) + (1 + 17 / 1024)
+    third = 50.0 + 8 * 0.125  # 24 of 32 tokens are cached
+    assert arrived == pytest.approx([0.0, first, 50.0, third + 3.0])
+
+
+def test_a_replica_that_fails_loses_its_cache_and_its_requests_go_on_elsewhere():
+    requests = [request(0.0, 16, 30), request(0.5, 16, 1)]
+    change = Change.parse("fail:0@5")
+    run = fleet("least_load", replicas=2, changes=[change]).run(requests)
+    assert run.moved in (0, 1) and len(run.ttft_s) == 2
+    one = fleet("round_robin", replicas=2, changes=[change, Change.parse("join@6")])
+    run = one.run([*requests, request(7.0, 16, 1), request(20.0, 16, 1)])
+    assert run.moved == 1 and run.as_json()["requests"] == 4
+    # Two steps at 2 s and about 3 s were done there; 18 tokens are computed again at the other, which has 15
+    # of them; the client waited for no first token again.
+    assert run.per_replica == {1: 3, 2: 1} or run.per_replica == {1: 2, 2: 2}
+    assert not one.replicas[0].requests and one.replicas[0].due is None
+
+
+def test_a_replica_that_leaves_answers_what_it_has():
+    one = fleet("round_robin", replicas=2, changes=[Change.parse("leave:0@1")])
+    run = one.run([request(0.0, 16, 9), request(2.0, 16, 1), request(3.0, 16, 1)])
+    assert run.per_replica == {0: 1, 1: 2} and run.moved == 0
+
+
+def test_nobody_is_left():
+    one = fleet(changes=[Change.parse("fail:0@1")])
+    run = one.run([request(0.0, 16, 9), request(2.0, 16, 1)]).as_json()
+    assert (run["requests"], run["refused"], run["moved"]) == (0, 2, 1)
+
+
+def test_lower_tiers_give_back_what_was_evicted():
+    tiers = dict(timing=replace(SIMPLE, kv_bytes=1000), tiers=[TierConfig.parse("100:0.000008")])
+    prompts = [range(100 * i, 100 * i + 16) for i in range(4)]
+    requests = [request(100.0 * i, prompts[i % 4], 1) for i in range(5)]
+    measures = fleet(blocks=12, **tiers).run(requests)
+    run = measures.as_json()
+    assert run["loaded_rate"] == 15 / 80 and run["hit_rate"] == 15 / 80
+    # Four blocks of 4 tokens of 1,000 bytes at 8,000 bytes/s, then the last token.
+    assert measures.ttft_s == pytest.approx([2.0, 2.0, 2.0, 2.0, 3.0])
+    assert fleet(blocks=12).run(requests).hit_rate == 0.0
+
+
+def test_short_prompts_overtake_long_ones():
+    requests = [request(0.0, 60, 1), request(0.1, range(100, 112), 1), request(0.2, range(200, 204), 1)]
+    express = fleet().run(requests)
+    fcfs = fleet(express=False).run(requests)
+    assert express.ttft_s != fcfs.ttft_s and sum(express.ttft_s) < sum(fcfs.ttft_s)
+
+
+def test_a_burst_for_one_prefix_computes_it_once():
+    requests = [request(0.0, [*range(24), 100 + i], 1) for i in range(4)]
+    run = fleet().run(requests)
+    assert run.hit_rate == 3 * 24 / 100

@@ -137,6 +137,24 @@ def test_dynamo_weighs_prefill_against_active_blocks():
     assert desk.chosen(first[:16] + prompt(3, 8)) == 0, "6 - 4 + 8 active: 10 against 12"
 
 
+def test_dynamo_has_the_costs_that_dynamo_logs():
+    """Ten prompts at once that share a block of 512, and the logits that Dynamo 1.6.1 logged for them."""
+    lengths = (6758, 7322, 7236, 2290, 6760, 4834, 23141, 26888, 10498, 17450)
+    logged = (26.19921875, 28.30078125, 28.1328125, 8.47265625, 26.203125)
+    logged += (18.44140625, 90.197265625, 104.515625, 47.9765625, 85.5234375)
+    policy = make_policy("dynamo", 512, 1, lambda: 0.0, random.Random(0))
+    for replica in range(8):
+        policy.joined(replica)
+    for number, (length, logit) in enumerate(zip(lengths, logged, strict=True)):
+        tokens = np.full(length, number + 1, np.int32)
+        tokens[:512] = 0
+        request = SimRequest(tokens, HASHER.block_hashes(tokens, 512, HASHER.root(SPACE)), 1, 0.0)
+        costs = policy.costs(request)
+        assert min(costs.values()) == logit
+        request.replica = policy.place(request)
+        assert costs[request.replica] == logit
+
+
 def test_lmetric_multiplies_prefill_by_requests():
     desk = Desk("lmetric", 2)
     first = prompt(1, 24)

@@ -7,7 +7,7 @@ several routers; the others by one, whatever their number.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from router.lab.errors import OptionError
 from router.lab.sim.policies.base import Blind, News, SimPolicy
@@ -20,7 +20,7 @@ from router.lab.sim.policies.ray_prefix import RayPrefix
 from router.lab.sim.policies.sglang import SglangCacheAware
 from router.lab.sim.policies.simple import BoundedLoads, PowerOfTwo, Random, Session
 
-__all__ = ["OTHERS", "PLACED", "News", "SimPolicy", "make_policy"]
+__all__ = ["OTHERS", "PLACED", "News", "SimPolicy", "check_policies", "make_policy"]
 
 PLACED = ("cache_aware", "least_load", "round_robin")
 OTHERS: dict[str, type[Blind]] = {
@@ -41,8 +41,14 @@ def make_policy(
     name: str, block_size: int, routers: int, clock: Callable[[], float], rng: random.Random
 ) -> SimPolicy:
     """A policy by name. Raises `OptionError` for an unknown one."""
+    check_policies([name])
     if name in PLACED:
         return PlacedByRouters(name, block_size, routers, clock, rng)
-    if name in OTHERS:
-        return OTHERS[name](rng, clock, block_size)
-    raise OptionError(f"unknown policy {name!r}; known: {', '.join((*PLACED, *OTHERS))}")
+    return OTHERS[name](rng, clock, block_size)
+
+
+def check_policies(names: Iterable[str]) -> None:
+    """Raises `OptionError` for an unknown name."""
+    for name in names:
+        if name not in PLACED and name not in OTHERS:
+            raise OptionError(f"unknown policy {name!r}; known: {', '.join((*PLACED, *OTHERS))}")

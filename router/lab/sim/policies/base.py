@@ -24,7 +24,12 @@ class News:
 
 
 class SimPolicy(Protocol):
-    """What a fleet asks and tells."""
+    """What a fleet asks and tells.
+
+    `wants` says what of `News` is read, which saves time: "nothing", "load", "events" too, or "fingerprint".
+    """
+
+    wants: str
 
     def place(self, request: SimRequest) -> int | None:
         """The replica for a request, or None: every queue is full."""
@@ -50,6 +55,8 @@ class SimPolicy(Protocol):
 
 class Blind:
     """Base of policies that know only who is there and what they have sent where themselves."""
+
+    wants = "nothing"
 
     def __init__(self, rng: random.Random, clock: Callable[[], float], block_size: int) -> None:
         self.rng, self.clock, self.block_size = rng, clock, block_size

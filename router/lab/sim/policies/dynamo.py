@@ -1,4 +1,4 @@
-"""The KV router of NVIDIA Dynamo (lib/kv-router/src/scheduling/selector.rs and config.rs, 1.x).
+"""The KV router of NVIDIA Dynamo (lib/kv-router/src/scheduling/selector and config.rs, 1.x).
 
 The worker of the least cost gets the request, ties at random (router temperature 0):
 
@@ -6,11 +6,13 @@ The worker of the least cost gets the request, ties at random (router temperatur
 
 with both weights 1.0 by default (together the `overlap_score_weight` of earlier versions). Prefill blocks are
 the tokens still to be prefilled on the worker, until their first tokens come, and the whole prompt, in
-blocks; overlap is what KV events say. Decode blocks are the distinct prompt blocks of the worker's active
-requests with those of this one; answers are not tracked (`router_track_output_blocks` is off).
+blocks, with fractions; overlap is what KV events say. Decode blocks are the distinct full prompt blocks of
+the worker's active requests with those of this one; answers are not tracked (`router_track_output_blocks` is
+off). A test holds the costs to those that 1.6.1 logs.
 
-Not here: the router's own queue (`router_queue_threshold`: requests wait at the router while all workers are
-busy), lower cache tiers and their weights, and prefill/decode disaggregation.
+Not here: what 1.6.1 has off by default (the decay of overlap credit, a weight of active requests, the
+router's own queue: `router_queue_threshold`, which earlier versions set to 2 to 16 full steps of prefill),
+lower cache tiers and their weights, and prefill/decode disaggregation.
 """
 
 import random
@@ -40,8 +42,12 @@ class Dynamo(Informed):
 
     def choose(self, request: SimRequest) -> int:
         """See `Blind`."""
+        return self.least(self.costs(request))
+
+    def costs(self, request: SimRequest) -> dict[int, float]:
+        """The cost of a request on every replica, in blocks."""
         hashes = request.hashes.tolist()
-        return self.least({replica: self._cost(replica, request, hashes) for replica in self.alive})
+        return {replica: self._cost(replica, request, hashes) for replica in self.alive}
 
     def finished(self, request: SimRequest) -> None:
         """See `SimPolicy`."""

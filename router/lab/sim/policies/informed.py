@@ -16,6 +16,8 @@ class Informed(Blind):
     first token: a router that all traffic passes counts them itself.
     """
 
+    wants = "events"
+
     def __init__(self, rng: random.Random, clock: Callable[[], float], block_size: int) -> None:
         super().__init__(rng, clock, block_size)
         self.loads: dict[int, dict[str, Any]] = {}

@@ -12,6 +12,8 @@ from router.placement import Decision, Placement
 class PlacedByRouters:
     """The product's placement; requests go to the routers in turns."""
 
+    wants = "fingerprint"
+
     def __init__(
         self, policy: str, block_size: int, routers: int, clock: Callable[[], float], rng: random.Random
     ) -> None:
@@ -35,7 +37,7 @@ class PlacedByRouters:
             decision = router.place(request.hashes, len(request.tokens))
         except QueueFull:
             return None
-        request.placed = (router, decision)
+        request.placed, request.decision = (router, decision), decision
         return int(decision.replica_id)
 
     @staticmethod
