@@ -28,8 +28,8 @@ Vector = npt.NDArray[np.float64]
 
 DEFAULT_TOKENS_PER_S = 1000.0
 """Prefill rate assumed until any replica has reported one."""
-DEFAULT_STEP_S = 0.01
-"""Decode step time assumed until a replica has reported one."""
+DEFAULT_ROW_S = 0.001
+"""What a sequence is taken to add to a decode step until a replica has reported it."""
 
 MEASURED_TOKENS = 4096
 """Prompt tokens that a replica must have computed before its own rate is believed. Until then its warm-up,
@@ -37,9 +37,6 @@ while others started on the same machine, would decide who gets work, and nothin
 
 HORIZON_TOKENS = 32
 """Output tokens over which the slower decode steps at a busy replica are counted."""
-
-SHARED_STEP = 8
-"""Requests that a decode step is taken to be shared by at least: with fewer, one more adds little to it."""
 
 _FIELDS = ("rate", "token_s", "attention", "horizon_s", "others_work", "others_requests", "since", "age_s",
            "free_blocks", "block_share", "sent_blocks", "reported_at",
@@ -89,7 +86,7 @@ class Loads:
             getattr(self, name)[slot] = 0.0
         self._set_rate(slot, self._last_rate)
         self.attention[slot] = self._last_attention
-        self.horizon_s[slot] = HORIZON_TOKENS * DEFAULT_STEP_S / SHARED_STEP
+        self.horizon_s[slot] = HORIZON_TOKENS * DEFAULT_ROW_S
         self.age_s[slot] = np.inf
         self.busy_at[slot] = -np.inf
         self.since[slot] = self.reported_at[slot] = self._clock()
@@ -121,6 +118,11 @@ class Loads:
         miss = num_tokens - hit_tokens
         work: Vector = miss * (1.0 + (num_tokens - 0.5 * miss) * self.attention)
         return work
+
+    def has_room(self, blocks: Vector) -> npt.NDArray[np.bool_]:
+        """Whether so many blocks, float64[capacity], are free at each replica: bool[capacity]."""
+        free: npt.NDArray[np.bool_] = self.free_blocks - self.sent_blocks >= blocks
+        return free
 
     def wait_work(self, now: float) -> Vector:
         """What must be computed before a new request's turn comes, float64[capacity]."""
@@ -156,9 +158,9 @@ class Loads:
             if self.rate_known[slot] or not self.rate_known.any():
                 self._last_rate = rate
                 self._set_rate(self.rate_known == 0.0, rate)
-        step_s = load.get("decode_step_s") or 0.0
-        if step_s > 0.0:
-            self.horizon_s[slot] = HORIZON_TOKENS * step_s / max(SHARED_STEP, load.get("running", 0))
+        row_s = load.get("decode_row_s")
+        if row_s is not None:
+            self.horizon_s[slot] = HORIZON_TOKENS * row_s
 
     def _set_rate(self, slot: int | npt.NDArray[np.bool_], rate: float) -> None:
         self.rate[slot] = rate

@@ -2,21 +2,26 @@
 
 `cache_aware` (the default) predicts for every replica, in seconds::
 
-    cost = (wait + miss) / rate + (BETA - 1) * miss / fleet's rate + horizon * requests
+    cost = (wait + work) / rate                     until this request's first token
+         + work / fleet's rate * evicts             what recomputing takes from others' caches and queues,
+         + work / fleet's rate * CROWD * requests   and from the requests there, which it delays
+         + horizon * requests                       slower decoding, for all of them
+         + COMING * coming / fleet's rate           a copy that is there is better than one that is coming
 
-wait: prompt tokens to be computed there first; miss: tokens of this prompt that are not cached there; rate:
-prefill tokens/s; horizon: what each request there adds to the time of the first output tokens; requests:
-those there now. Recomputed tokens weigh BETA times, because a spilled prefill is work that somebody else
-waits for, and evicts blocks that somebody else needs; what that costs the others does not depend on whose
-speed it was done at, so the mean speed of the fleet counts there.
+wait: work to be done there first; work: what is not cached of this prompt, with its attention (`Loads.work`);
+rate: work/s; requests: those there now; horizon: what one more adds to the first decode steps. evicts is
+BETA - 1, or BETA_FREE - 1 where blocks are free: recomputed tokens weigh more than waiting, because a spilled
+prefill is work that somebody else waits for, and evicts blocks that somebody else needs. What it costs
+others does not depend on whose speed it is done at, so the mean speed of the fleet counts there. coming:
+tokens of this prompt that requests in flight still compute there and that another replica has already.
 
 That alone would leave peers idle beside a busy holder of a prefix, so the prefix is computed anew elsewhere
 
 - when a replica was idle for BETA times as long as the whole prompt takes, and waiting for the holder takes
   longer than that whole prompt: nobody else needs that replica;
-- when requests for this prefix have together waited for its holders BETA times as long as computing it again
-  takes (the ski-rental rule: rent until the rents have paid the price). A hot prefix is thus copied as often
-  as its load needs, and a short queue scares nobody away.
+- when requests for this prefix have together waited for its holders BETA times (and once more for each
+  request there) as long as computing it again takes (the ski-rental rule: rent until the rents have paid the
+  price). A hot prefix is thus copied as often as its load needs, and a short queue scares nobody away.
 
 Waiting for one's own prefix, being computed there just now, counts as no waiting in either case.
 
@@ -37,10 +42,14 @@ from router.loads import Loads
 
 Vector = npt.NDArray[np.float64]
 
-BETA = 4.0
-"""Seconds of waiting that one second of recomputing weighs."""
-KAPPA = 0.3
-KR = 1.0
+BETA = 5.0
+"""Seconds of waiting that one second of recomputing weighs, where it evicts other blocks,"""
+BETA_FREE = 1.5
+"""and where there are free ones."""
+CROWD = 0.4
+"""Share of the requests at a replica that a prefill there delays by as long as it takes."""
+COMING = 3.0
+"""Seconds that one second of a prefix weighs that is being computed here and is there elsewhere."""
 NEAR = 0.1
 """Costs that differ by less than this part of the time to compute what misses count as equal."""
 
@@ -131,8 +140,11 @@ class CacheAware:
         token_s = s.loads.token_s
         mean_s = float(token_s @ s.allowed) / np.count_nonzero(s.allowed)
         there_s = np.where(s.allowed, (s.wait_work + s.work) * token_s, np.inf)
-        cost = there_s + mean_s * (BETA - 1.0 + KAPPA * s.requests) * s.work
-        cost += s.loads.horizon_s * s.requests
+        room = s.loads.has_room((s.num_tokens - s.hit_tokens) / s.block_size)
+        evicts = np.where(room, BETA_FREE - 1.0, BETA - 1.0)
+        cost = there_s + mean_s * (evicts + CROWD * s.requests) * s.work + s.loads.horizon_s * s.requests
+        if s.pending_tokens is not None:
+            cost += COMING * mean_s * _coming(s, s.pending_tokens)
         best = int(cost.argmin())
         near_s = NEAR * float(s.work[best] * token_s[best])
         if s.hit_tokens[best] and s.wait_work[best] > 0.0:
@@ -159,7 +171,7 @@ class CacheAware:
             return False
         if wait_s > all_s and requests == 0.0 and s.now - s.loads.busy_at[relief] >= BETA * all_s:
             return True
-        return self._regrets.add(s.prefix_key(best), saved_s, (BETA + KR * requests) * again_s)
+        return self._regrets.add(s.prefix_key(best), saved_s, (BETA + requests) * again_s)
 
     def _oldest(self, s: Situation, slots: npt.NDArray[np.intp]) -> tuple[int, bool]:
         """Of some slots the one with the oldest eviction victim, and whether that alone decided."""
@@ -223,6 +235,14 @@ class RoundRobin:
         later = slots[slots > self._last]
         self._last = int(later[0] if len(later) else slots[0])
         return Choice(self._last, "round_robin")
+
+
+def _coming(s: Situation, pending: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Tokens of the hit at each replica that are still to be computed there, but are ready elsewhere."""
+    ready = s.hit_tokens - pending
+    best = int((ready * s.allowed).max())
+    missing: npt.NDArray[np.int64] = np.maximum(np.minimum(s.hit_tokens, best) - ready, 0)
+    return missing
 
 
 def _reason(s: Situation, slot: int, tie: bool, by_age: bool) -> str:

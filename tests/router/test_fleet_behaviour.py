@@ -133,7 +133,7 @@ class Replica:
             "free": self.blocks - len(self.cache), "cached": len(self.cache), "held": 0,
             "num_blocks": self.blocks,
             "eviction_age_s": None if victim is None else self.fleet.now - victim,
-            "prefill_tokens_per_s": self.rate, "decode_step_s": self.step_s * max(1, len(self.running)),
+            "prefill_tokens_per_s": self.rate, "decode_step_s": self.step_s, "decode_row_s": 0.0,
         }  # fmt: skip
         return update, load
 
@@ -298,7 +298,7 @@ def test_a_small_cpu_fleet_reaches_the_ideal_hit_rate_and_the_lowest_ttft(client
 
 
 def test_one_hot_prefix_is_not_worse_than_round_robin_once_it_is_copied():
-    for rate_per_s, copies in ((5, 2), (40, 8)):
+    for rate_per_s, copies in ((5, 3), (40, 8)):
         runs = {}
         for policy in ("round_robin", "cache_aware"):
             prompts = [prompt_of((1, 250), (100 + i, 6), output=64) for i in range(1000)]

@@ -239,8 +239,8 @@ def test_a_burst_for_a_new_prefix_lands_on_few_replicas():
         placement.update(f"r{i}", None, load(prefill_tokens_per_s=8000.0, decode_step_s=0.02))
     placed = [placement.place(np.concatenate([prefix, prompt(2, 9 + i)]), 4040) for i in range(200)]
     replicas = Counter(d.replica_id for d in placed)
-    assert len(replicas) == 12
-    assert sum(d.predicted_tokens == 0 for d in placed) == 12, "each computes the prefix once"
+    assert len(replicas) == 7
+    assert sum(d.predicted_tokens == 0 for d in placed) == 7, "each computes the prefix once"
 
 
 def test_membership():

@@ -146,7 +146,15 @@ class SimReplica:
             "eviction_age_s": stats.eviction_age_s,
             "prefill_tokens_per_s": timing.prefill_tokens_per_s,
             "decode_step_s": timing.decode(8, 8 * 2048),
+            "decode_row_s": self._row_s(),
         }
+
+    def _row_s(self) -> float:
+        """What one more sequence like those that decode adds to a step."""
+        rows = len(self.decoding)
+        context = sum(request.computed for request in self.decoding)
+        each = context // rows if rows else 2048
+        return self.timing.decode(rows + 1, context + each) - self.timing.decode(rows, context)
 
     def _begin(self) -> None:
         """Plan the next step, if there is anything to do."""
