@@ -17,6 +17,7 @@ KEYS = [
     "ttft_speedup",
     "prefill_tokens_per_s",
     "decode_tokens_per_s",
+    "steps",
 ]
 
 

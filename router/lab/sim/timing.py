@@ -6,8 +6,12 @@ public peak rates with the efficiencies below; `Timing.fitted` takes what `warmr
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from router.lab.errors import OptionError
 
@@ -109,8 +113,7 @@ class Timing:
             return cls.preset(name)
         try:
             figures = json.loads(Path(name).read_text(encoding="utf-8"))
-            rates = {int(rows): float(rate) for rows, rate in figures["decode_tokens_per_s"].items()}
-            return cls.fitted(float(figures["prefill_tokens_per_s"]), rates)
+            return cls.fitted(figures["steps"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise OptionError(f"{name} is no JSON of `warmroute bench engine`: {error!r}") from error
 
@@ -139,24 +142,38 @@ class Timing:
         )
 
     @classmethod
-    def fitted(cls, prefill_tokens_per_s: float, decode_tokens_per_s: dict[int, float]) -> "Timing":
-        """From `warmroute bench engine`: the rate of a long prefill, and of decoding by number of sequences.
+    def fitted(cls, steps: Sequence[Mapping[str, float]]) -> "Timing":
+        """From the `steps` of `warmroute bench engine`: what each computed, and its `ms`.
 
-        Batch sizes and budget of a step are those of the CPU engine's defaults.
+        Least squares of relative errors; what would cost less than nothing costs nothing. Batch sizes and
+        budget of a step are those of the CPU engine's defaults. Raises `OptionError` for impossible times.
         """
-        least, most = min(decode_tokens_per_s), max(decode_tokens_per_s)
-        if min(prefill_tokens_per_s, least, *decode_tokens_per_s.values()) <= 0:
-            raise OptionError("rates and numbers of sequences must be positive")
-        step_s = {rows: rows / decode_tokens_per_s[rows] for rows in (least, most)}
-        row_s = (step_s[most] - step_s[least]) / (most - least) if most > least else 0.0
-        token_s = 1 / prefill_tokens_per_s
+        work = np.array([_work(step) for step in steps])
+        seconds = np.array([step["ms"] / 1000 for step in steps])
+        if len(steps) < len(_FITTED) or not (np.isfinite(seconds) & (seconds > 0)).all():
+            raise OptionError(f"at least {len(_FITTED)} steps are needed, with times above 0")
+        costs = _least_squares(work / seconds[:, None])
         return cls(
-            step_s=step_s[least] - least * row_s,
-            weights_s=0.0,
-            token_s=token_s,
-            pair_s=0.0,
-            kv_s=0.0,
-            row_s=row_s - token_s,
-            max_batch_tokens=512,
-            max_num_seqs=64,
+            **dict(zip(_FITTED, costs, strict=True)), weights_s=0.0, max_batch_tokens=512, max_num_seqs=64
         )
+
+
+_FITTED = ("step_s", "token_s", "pair_s", "kv_s")
+
+
+def _work(step: Mapping[str, float]) -> tuple[float, ...]:
+    """What a measured step has of each of `_FITTED`."""
+    prefill = step["prefill_tokens"]
+    pairs = prefill * (step["cached_tokens"] + prefill / 2)
+    return 1.0, prefill + step["decodes"], pairs, step["context_tokens"]
+
+
+def _least_squares(work: npt.NDArray[np.float64]) -> list[float]:
+    """Costs, none below 0, so that each row of work, float64[steps, costs], costs about 1."""
+    kept = list(range(work.shape[1]))
+    while True:
+        found = np.linalg.lstsq(work[:, kept], np.ones(len(work)), rcond=None)[0]
+        if (found >= 0).all():
+            costs = dict(zip(kept, found.tolist(), strict=True))
+            return [costs.get(number, 0.0) for number in range(work.shape[1])]
+        kept.remove(kept[int(found.argmin())])
