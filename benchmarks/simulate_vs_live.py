@@ -1,35 +1,45 @@
-"""`warmroute simulate`'s prediction beside a live run: the demo's workload, replicas and policies on this machine.
+"""What `warmroute simulate` predicts beside a live run: the demo's workload, replicas and policies, here.
 
     python benchmarks/simulate_vs_live.py
 
-Needs a machine with nothing else to do: `load` in the JSON says how busy it was. Prints a table, then one JSON
-object as the last line. It measures one engine alone (`warmroute bench engine`, threads as the replicas have),
-serves two CPU replicas behind the HTTP endpoint and replays the demo's workload against them once per policy,
-`--rounds` times in turns, each time from cold caches; and simulates the same requests on a fleet with these step
-times. Nothing that the live run measured goes into the simulation. What is made equal:
+Prints a table, then one JSON object as the last line. First one engine alone is measured (`warmroute bench
+engine`, threads as the replicas have). Then two CPU replicas serve the HTTP endpoint, and the demo's workload
+is replayed against them once per policy, `--rounds` times in turns, from cold caches each time. The same
+requests are simulated on a fleet with the measured step times; nothing else of what was measured goes into
+the simulation. What is made equal:
 
-- Requests: order, sessions, and arrivals (the workload's clock, divided by `--speed`). Later turns of a session
-  wait for the one before on both sides.
-- Tokens: prompts as `POST /tokenize` gives them, with the model's chat template; answers have their full length
+- Requests: order, sessions and arrivals (the workload's clock, `--speed` times as fast). A turn of a session
+  waits for the one before it.
+- Tokens: prompts as `POST /tokenize` gives them, with the model's chat template; answers of full length
   (`ignore_eos`).
-- Caches: as many blocks of the same size, the same eviction policy.
+- Caches: as many blocks, of the same size, with the same eviction policy.
 
-Live figures are medians over the rounds. Live times are those of the client, so HTTP, routing, and rendering and
-tokenizing the prompt are in them, and all of that takes processor time from the replicas; the simulation knows
-only steps.
+What stays different: live times are the client's, so HTTP, routing and tokenizing are in them, on the same
+processors as the replicas. Live replicas keep answers in their caches, simulated ones do not; the next turn
+of a session has a scripted answer in place of the model's, so only the end of a prompt is hit more live,
+where prompt and answer filled a block together. Other programs must let the machine alone: `others` in the
+JSON is how many processors they took during each live run and, as `engine_others`, while the engine was
+measured.
+
+Live figures are medians over the rounds. Whether the simulation orders policies as they are is asked only of
+those that the live rounds tell apart: no round of the one is within the range of the other's.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
+import psutil
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -46,8 +56,6 @@ from router.lab.sim.fleet import Fleet, FleetConfig
 from router.lab.sim.timing import Timing
 
 FIGURES = ("hit_rate", "ttft_mean_ms", "ttft_p50_ms", "e2e_mean_ms")
-TOLERANCE_POINTS = 1.0
-"""How far the simulated hit rate may be from the live one."""
 
 
 def bench_engine(model, file):
@@ -57,25 +65,25 @@ def bench_engine(model, file):
     return json.loads(Path(file).read_text(encoding="utf-8"))
 
 
-def run_live(model, options):
-    """The requests that were sent, with their tokens, and the report of every run by policy."""
-    reports = {policy: [] for policy in POLICIES}
-    port, requests = free_port(HOST), None
+def run_live(options):
+    """The requests that were sent, with their tokens, and the figures of every run by policy."""
+    runs = {policy: [] for policy in POLICIES}
+    port, known = free_port(HOST), None
     with local_ray(REPLICAS):
         for number in range(options.rounds):
             for policy in POLICIES:
-                config = AppConfig.model_validate(
-                    {"model": model, "policy": policy, "replicas": REPLICAS, "engine": engine_settings()}
-                )
-                with deployed(config, HOST, port) as url:
-                    workload = asyncio.run(fitting_workload(Target(url), say))[: options.limit]
-                    requests = requests or asyncio.run(tokenized(workload, Target(url)))
-                    say(f"round {number + 1}: {policy}, {len(workload)} requests ...")
-                    report = asyncio.run(replay(workload, Target(url), replay_options(options, policy)))
-                if report.errors:
-                    sys.exit(f"{policy}: {report.errors} {report.notes}")
-                reports[policy].append(report)
-    return requests, reports
+                with deployed(app_config(options.model, policy), HOST, port) as url:
+                    known = known or asyncio.run(workload(Target(url), options.limit))
+                    runs[policy].append(measure(known[0], Target(url), options.speed, policy))
+                say(f"round {number + 1}, {policy}: {runs[policy][-1]}")
+    return known[1], runs
+
+
+def app_config(model, policy):
+    """Of an endpoint as the demo has it."""
+    return AppConfig.model_validate(
+        {"model": model, "policy": policy, "replicas": REPLICAS, "engine": engine_settings()}
+    )
 
 
 def engine_settings():
@@ -83,8 +91,21 @@ def engine_settings():
     return {"num_blocks": NUM_BLOCKS, "threads": default_threads(REPLICAS)}
 
 
-def replay_options(options, policy):
-    return ReplayOptions(speed=options.speed, policy=policy, sampling=Sampling(ignore_eos=True))
+async def workload(target, limit):
+    """The demo's requests, and the same ones with tokens as prompts."""
+    requests = (await fitting_workload(target, say))[:limit]
+    return requests, await tokenized(requests, target)
+
+
+def measure(requests, target, speed, policy):
+    """One live run, from cold caches."""
+    options = ReplayOptions(speed=speed, policy=policy, sampling=Sampling(ignore_eos=True))
+    before = processor_s()
+    report = asyncio.run(replay(requests, target, options))
+    others = taken_by_others(before, processor_s())
+    if report.errors:
+        sys.exit(f"{policy}: {report.errors} {report.notes}")
+    return {**figures(report.as_json()), "others": round(others, 2)}
 
 
 async def tokenized(requests, target):
@@ -122,6 +143,67 @@ def medians(runs):
     return {name: statistics.median(run[name] for run in runs) for name in FIGURES}
 
 
+def processor_s():
+    """Wall time, processor time of the whole machine, and of this program and its descendants, seconds.
+
+    Of children that have ended only what a waiting parent has got.
+    """
+    everything = psutil.cpu_times()
+    busy = sum(everything) - everything.idle - getattr(everything, "iowait", 0.0)
+    ours = 0.0
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            ours += times.user + times.system + times.children_user + times.children_system
+    return time.perf_counter(), busy, ours
+
+
+def taken_by_others(before, after):
+    """Processors that other programs kept busy between two `processor_s`, on average."""
+    wall_s, busy_s, ours_s = (late - early for early, late in zip(before, after, strict=True))
+    return max(0.0, busy_s - ours_s) / wall_s
+
+
+def row(policy, live, simulated):
+    """One line of the table."""
+    points = 100 * (simulated["hit_rate"] - live["hit_rate"])
+    return {"policy": policy, "live": live, "simulated": simulated, "difference_points": points}
+
+
+def verdicts(rows, runs):
+    """Whether the prediction was right: hit rates, and which policy is better than which."""
+    return {
+        "hit_rates_within_1_point": all(abs(line["difference_points"]) <= 1 for line in rows),
+        "order_by_hit_rate": order(rows, runs, "hit_rate"),
+        "order_by_mean_ttft": order(rows, runs, "ttft_mean_ms"),
+    }
+
+
+def order(rows, runs, name):
+    """Pairs of policies, the lower figure first, by whether the simulation has them so, or the live rounds do
+    not tell."""
+    pairs = {"right": [], "wrong": [], "undecided": []}
+    simulated = {line["policy"]: line["simulated"][name] for line in rows}
+    live = {policy: [run[name] for run in some] for policy, some in runs.items()}
+    for one, other in combinations(sorted(live, key=lambda policy: statistics.median(live[policy])), 2):
+        decided = max(live[one]) < min(live[other])
+        right = "right" if simulated[one] < simulated[other] else "wrong"
+        pairs[right if decided else "undecided"].append([one, other])
+    return pairs
+
+
+def table(rows):
+    shown = Table(title="Live / simulated", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("policy", "hit rate", "points", "TTFT ms", "p50", "E2E ms"):
+        shown.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
+    for line in rows:
+        sides = [line["live"], line["simulated"]]
+        rates = " / ".join(f"{side['hit_rate']:.1%}" for side in sides)
+        times = [" / ".join(f"{side[name]:,.0f}" for side in sides) for name in FIGURES[1:]]
+        shown.add_row(line["policy"], rates, f"{line['difference_points']:+.2f}", *times)
+    return shown
+
+
 def say(line):
     print(line, file=sys.stderr, flush=True)
 
@@ -132,14 +214,24 @@ def main():
     )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rounds", type=int, default=2, help="live runs of each policy, in turns")
-    parser.add_argument("--speed", type=float, default=1.0, help="the workload's clock, so many times as fast")
+    parser.add_argument(
+        "--speed", type=float, default=1.0, help="the workload's clock, so many times as fast"
+    )
     parser.add_argument("--limit", type=int, help="only the first so many requests")
-    parser.add_argument("--bench", help="use this JSON of `bench engine`, do not measure")
-    parser.add_argument("--dump")
     options = parser.parse_args()
-    requests, reports = run_live(options.model, options)
-    import pickle
-    pickle.dump((requests, {p: [(r.as_json(), list(r.outcomes)) for r in rs] for p, rs in reports.items()}), open(options.dump, "wb"))
+    before = processor_s()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        engine = bench_engine(options.model, file.name)
+        timing = Timing.named(file.name)
+    others = round(taken_by_others(before, processor_s()), 2)
+    requests, runs = run_live(options)
+    rows = [
+        row(policy, medians(runs[policy]), simulate(requests, timing, policy, options.speed))
+        for policy in POLICIES
+    ]
+    Console().print(table(rows))
+    measured = {"engine": engine, "engine_others": others, "rows": rows, "runs": runs}
+    print(json.dumps({**vars(options), **measured, **verdicts(rows, runs)}))
 
 
 if __name__ == "__main__":

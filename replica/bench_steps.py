@@ -39,8 +39,8 @@ def measure_steps(
     """The shape of each measured step and its `ms`, a median: chunks of three lengths with and without a
     cached beginning, decoding alone and `batch` at a time, and decoding with long contexts.
 
-    `prompt` makes new prompts; with their answers none is longer than `length` tokens, 100 at least. The engine
-    must be idle.
+    `prompt` makes new prompts; with their answers none is longer than `length` tokens, 100 at least. The
+    engine must be idle.
     """
     chunk = min(subject.config.max_batch_tokens, length // 2)
     size = subject.facts.block_size
