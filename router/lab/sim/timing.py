@@ -62,15 +62,13 @@ MODELS = {
 @dataclass(frozen=True)
 class Timing:
     """Seconds: `step_s` a step at least, `weights_s` to read the weights, `token_s` a computed token,
-    `pair_s` a pair of a new and an earlier token in prefill attention, `kv_s` a token that a decode reads,
-    `row_s` a sequence that decodes, beyond its token."""
+    `pair_s` a pair of a new and an earlier token in prefill attention, `kv_s` a token that a decode reads."""
 
     step_s: float
     weights_s: float
     token_s: float
     pair_s: float
     kv_s: float
-    row_s: float = 0.0
     kv_bytes: int = 0  # of one token; 0: not known
     max_batch_tokens: int = 2048
     max_num_seqs: int = 256
@@ -78,11 +76,11 @@ class Timing:
     def prefill(self, tokens: int, pairs: float, decodes: int, context: int) -> float:
         """Seconds of a step: prefill tokens, beside `decodes` rows with `context` cached tokens in all."""
         work = max(self.weights_s, (tokens + decodes) * self.token_s)
-        return self.step_s + work + pairs * self.pair_s + decodes * self.row_s + context * self.kv_s
+        return self.step_s + work + pairs * self.pair_s + context * self.kv_s
 
     def decode(self, rows: int, context: int, steps: int = 1) -> float:
         """Seconds of so many steps in a row of pure decoding, contexts growing by a token a step."""
-        work = max(self.weights_s, rows * self.token_s) + rows * self.row_s
+        work = max(self.weights_s, rows * self.token_s)
         once = self.step_s + work + context * self.kv_s
         return steps * once + rows * steps * (steps - 1) / 2 * self.kv_s
 
@@ -103,7 +101,7 @@ class Timing:
 
     def slower(self, factor: float) -> "Timing":
         """The same engine on hardware that takes `factor` times as long."""
-        names = ("step_s", "weights_s", "token_s", "pair_s", "kv_s", "row_s")
+        names = ("step_s", "weights_s", "token_s", "pair_s", "kv_s")
         return replace(self, **{name: getattr(self, name) * factor for name in names})
 
     @classmethod
@@ -150,19 +148,14 @@ class Timing:
         """
         work = np.array([_work(step) for step in steps])
         seconds = np.array([step["ms"] / 1000 for step in steps])
-        if len(steps) < len(_FITTED) or not (np.isfinite(seconds) & (seconds > 0)).all():
-            raise OptionError(f"at least {len(_FITTED)} steps are needed, with times above 0")
-        costs = _least_squares(work / seconds[:, None])
-        return cls(
-            **dict(zip(_FITTED, costs, strict=True)), weights_s=0.0, max_batch_tokens=512, max_num_seqs=64
-        )
-
-
-_FITTED = ("step_s", "token_s", "pair_s", "kv_s")
+        if len(steps) < 4 or not (np.isfinite(seconds) & (seconds > 0)).all():
+            raise OptionError("at least 4 steps are needed, with times above 0")
+        step_s, token_s, pair_s, kv_s = _least_squares(work / seconds[:, None])
+        return cls(step_s, 0.0, token_s, pair_s, kv_s, max_batch_tokens=512, max_num_seqs=64)
 
 
 def _work(step: Mapping[str, float]) -> tuple[float, ...]:
-    """What a measured step has of each of `_FITTED`."""
+    """What a measured step pays for: itself, tokens, pairs of new and earlier ones, tokens a decode reads."""
     prefill = step["prefill_tokens"]
     pairs = prefill * (step["cached_tokens"] + prefill / 2)
     return 1.0, prefill + step["decodes"], pairs, step["context_tokens"]
