@@ -43,34 +43,51 @@ def measure_steps(
     engine must be idle.
     """
     chunk = min(subject.config.max_batch_tokens, length // 2)
-    size = subject.facts.block_size
-    cached = (length - chunk) // size * size
-    counts = sorted({max(1, chunk // part) for part in _PARTS})
-    shapes = [Shape(count, before) for before in sorted({0, cached}) for count in counts]
-    seconds: dict[Shape, list[float]] = {shape: [] for shape in shapes}
-    for _ in range(repeats):
-        beginning = prompt(cached)
-        _cache(subject, beginning)
-        for shape in shapes:
-            tokens = np.concatenate((beginning[: shape.cached_tokens], prompt(shape.prefill_tokens)))
-            seconds[shape].append(_chunk_s(subject, tokens))
-    for rows, context in ((1, size), (batch, size), (2, length)):
-        most = DECODE_STEPS + rows * (1 + -(-context // chunk))  # the first decodes while others are computed
-        prompts = [prompt(min(context, length - most)) for _ in range(rows)]
-        context_tokens = sum(map(len, prompts)) + rows * most // 2
-        seconds[Shape(decodes=rows, context_tokens=context_tokens)] = _decode_s(subject, prompts, most)
+    seconds = _prefills(subject, prompt, length, chunk, repeats)
+    seconds |= _decodes(subject, prompt, length, chunk, batch)
     return [
         {**shape._asdict(), "ms": round(statistics.median(times) * 1e3, 3)}
         for shape, times in seconds.items()
     ]
 
 
+def _prefills(
+    subject: Engine, prompt: Callable[[int], Tokens], length: int, chunk: int, repeats: int
+) -> dict[Shape, list[float]]:
+    """Seconds of chunks of `chunk` tokens and less."""
+    size = subject.facts.block_size
+    cached = (length - chunk) // size * size
+    counts = sorted({max(1, chunk // part) for part in _PARTS})
+    seconds: dict[Shape, list[float]] = {
+        Shape(count, before): [] for before in (0, cached) for count in counts
+    }
+    for _ in range(repeats):
+        beginning = prompt(cached)
+        _cache(subject, beginning)
+        for shape, times in seconds.items():
+            tokens = np.concatenate((beginning[: shape.cached_tokens], prompt(shape.prefill_tokens)))
+            times.append(_chunk_s(subject, tokens))
+    return seconds
+
+
+def _decodes(
+    subject: Engine, prompt: Callable[[int], Tokens], length: int, chunk: int, batch: int
+) -> dict[Shape, list[float]]:
+    """Seconds of steps of decoding after one block, and two at a time after a prompt of nearly `length`."""
+    size, seconds = subject.facts.block_size, {}
+    for rows, context in ((1, size), (batch, size), (2, length)):
+        most = DECODE_STEPS + rows * (1 + -(-context // chunk))  # the first decodes while others are computed
+        prompts = [prompt(min(context, length - most)) for _ in range(rows)]
+        context_tokens = sum(map(len, prompts)) + rows * most // 2
+        seconds[Shape(decodes=rows, context_tokens=context_tokens)] = _decode_s(subject, prompts, most)
+    return seconds
+
+
 def _cache(subject: Engine, tokens: Tokens) -> None:
     """Compute a beginning, so that it is cached."""
-    if len(tokens):
-        subject.add(_request("steps", tokens, 1))
-        while subject.has_work():
-            subject.step()
+    subject.add(_request("steps", tokens, 1))
+    while subject.has_work():
+        subject.step()
 
 
 def _chunk_s(subject: Engine, tokens: Tokens) -> float:
