@@ -194,13 +194,14 @@ def order(rows, runs, name):
 
 def table(rows):
     shown = Table(title="Live / simulated", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("policy", "hit rate", "points", "TTFT ms", "p50", "E2E ms"):
+    for name in ("policy", "hit rate", "points", "TTFT ms", "p50", "E2E s"):
         shown.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
     for line in rows:
         sides = [line["live"], line["simulated"]]
         rates = " / ".join(f"{side['hit_rate']:.1%}" for side in sides)
-        times = [" / ".join(f"{side[name]:,.0f}" for side in sides) for name in FIGURES[1:]]
-        shown.add_row(line["policy"], rates, f"{line['difference_points']:+.2f}", *times)
+        ttft, p50 = (" / ".join(f"{side[name]:,.0f}" for side in sides) for name in FIGURES[1:3])
+        e2e = " / ".join(f"{side['e2e_mean_ms'] / 1000:.2f}" for side in sides)
+        shown.add_row(line["policy"], rates, f"{line['difference_points']:+.2f}", ttft, p50, e2e)
     return shown
 
 
