@@ -214,7 +214,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--rounds", type=int, default=2, help="live runs of each policy, in turns")
+    parser.add_argument("--rounds", type=int, default=3, help="live runs of each policy, in turns")
     parser.add_argument(
         "--speed", type=float, default=1.0, help="the workload's clock, so many times as fast"
     )
