@@ -1,4 +1,4 @@
-"""`warmroute bench engine`: time to first token cold and warm, prefill and decode rates of one engine."""
+"""`warmroute bench engine`: time to first token cold and warm, prefill and decode rates, step times."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.table import Table
 
 from replica.bench_drafts import measure_drafts
 from replica.bench_json import check_json, deliver_json
+from replica.bench_steps import measure_steps
 from replica.build import build_engine
 from replica.config import EngineConfig
 from replica.engine import Engine
@@ -85,6 +86,7 @@ def measure(model: str, prompt_tokens: int, repeats: int) -> dict[str, Any]:
             str(batch): round(decode_rate(subject, [prompts.next(DECODE_PROMPT) for _ in range(batch)]), 1)
             for batch in BATCHES
         },
+        "steps": measure_steps(subject, prompts.next, longest - 2, max(BATCHES), repeats),
     }
 
 

@@ -17,6 +17,7 @@ KEYS = [
     "ttft_speedup",
     "prefill_tokens_per_s",
     "decode_tokens_per_s",
+    "steps",
 ]
 
 
@@ -36,6 +37,19 @@ def test_json_on_stdout_is_all_there_is_on_stdout():
     assert (figures["model"], figures["threads"], figures["prompt_tokens"]) == ("random:tiny", 1, 64)
     assert list(figures["decode_tokens_per_s"]) == ["1", "8"]
     assert figures["ttft_cold_ms"] > 0 < figures["ttft_warm_ms"]
+    # The longest prompt is 184 tokens here, half of it a chunk; what is cached before it are whole blocks.
+    assert [tuple(step.values())[:4] for step in figures["steps"]] == [
+        (5, 0, 0, 0),
+        (23, 0, 0, 0),
+        (92, 0, 0, 0),
+        (5, 80, 0, 0),
+        (23, 80, 0, 0),
+        (92, 80, 0, 0),
+        (0, 0, 1, 23),
+        (0, 0, 8, 240),
+        (0, 0, 2, 350),
+    ]
+    assert all(step["ms"] > 0 for step in figures["steps"])
     assert "time to first token, warm" in result.stderr
 
 

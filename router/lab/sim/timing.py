@@ -6,8 +6,12 @@ public peak rates with the efficiencies below; `Timing.fitted` takes what `warmr
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from router.lab.errors import OptionError
 
@@ -58,15 +62,13 @@ MODELS = {
 @dataclass(frozen=True)
 class Timing:
     """Seconds: `step_s` a step at least, `weights_s` to read the weights, `token_s` a computed token,
-    `pair_s` a pair of a new and an earlier token in prefill attention, `kv_s` a token that a decode reads,
-    `row_s` a sequence that decodes, beyond its token."""
+    `pair_s` a pair of a new and an earlier token in prefill attention, `kv_s` a token that a decode reads."""
 
     step_s: float
     weights_s: float
     token_s: float
     pair_s: float
     kv_s: float
-    row_s: float = 0.0
     kv_bytes: int = 0  # of one token; 0: not known
     max_batch_tokens: int = 2048
     max_num_seqs: int = 256
@@ -74,11 +76,11 @@ class Timing:
     def prefill(self, tokens: int, pairs: float, decodes: int, context: int) -> float:
         """Seconds of a step: prefill tokens, beside `decodes` rows with `context` cached tokens in all."""
         work = max(self.weights_s, (tokens + decodes) * self.token_s)
-        return self.step_s + work + pairs * self.pair_s + decodes * self.row_s + context * self.kv_s
+        return self.step_s + work + pairs * self.pair_s + context * self.kv_s
 
     def decode(self, rows: int, context: int, steps: int = 1) -> float:
         """Seconds of so many steps in a row of pure decoding, contexts growing by a token a step."""
-        work = max(self.weights_s, rows * self.token_s) + rows * self.row_s
+        work = max(self.weights_s, rows * self.token_s)
         once = self.step_s + work + context * self.kv_s
         return steps * once + rows * steps * (steps - 1) / 2 * self.kv_s
 
@@ -104,7 +106,7 @@ class Timing:
 
     def slower(self, factor: float) -> "Timing":
         """The same engine on hardware that takes `factor` times as long."""
-        names = ("step_s", "weights_s", "token_s", "pair_s", "kv_s", "row_s")
+        names = ("step_s", "weights_s", "token_s", "pair_s", "kv_s")
         return replace(self, **{name: getattr(self, name) * factor for name in names})
 
     @classmethod
@@ -114,8 +116,7 @@ class Timing:
             return cls.preset(name)
         try:
             figures = json.loads(Path(name).read_text(encoding="utf-8"))
-            rates = {int(rows): float(rate) for rows, rate in figures["decode_tokens_per_s"].items()}
-            return cls.fitted(float(figures["prefill_tokens_per_s"]), rates)
+            return cls.fitted(figures["steps"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise OptionError(f"{name} is no JSON of `warmroute bench engine`: {error!r}") from error
 
@@ -144,24 +145,33 @@ class Timing:
         )
 
     @classmethod
-    def fitted(cls, prefill_tokens_per_s: float, decode_tokens_per_s: dict[int, float]) -> "Timing":
-        """From `warmroute bench engine`: the rate of a long prefill, and of decoding by number of sequences.
+    def fitted(cls, steps: Sequence[Mapping[str, float]]) -> "Timing":
+        """From the `steps` of `warmroute bench engine`: what each computed, and its `ms`.
 
-        Batch sizes and budget of a step are those of the CPU engine's defaults.
+        Least squares of relative errors; what would cost less than nothing costs nothing. Batch sizes and
+        budget of a step are those of the CPU engine's defaults. Raises `OptionError` for impossible times.
         """
-        least, most = min(decode_tokens_per_s), max(decode_tokens_per_s)
-        if min(prefill_tokens_per_s, least, *decode_tokens_per_s.values()) <= 0:
-            raise OptionError("rates and numbers of sequences must be positive")
-        step_s = {rows: rows / decode_tokens_per_s[rows] for rows in (least, most)}
-        row_s = (step_s[most] - step_s[least]) / (most - least) if most > least else 0.0
-        token_s = 1 / prefill_tokens_per_s
-        return cls(
-            step_s=step_s[least] - least * row_s,
-            weights_s=0.0,
-            token_s=token_s,
-            pair_s=0.0,
-            kv_s=0.0,
-            row_s=row_s - token_s,
-            max_batch_tokens=512,
-            max_num_seqs=64,
-        )
+        work = np.array([_work(step) for step in steps])
+        seconds = np.array([step["ms"] / 1000 for step in steps])
+        if len(steps) < 4 or not (np.isfinite(seconds) & (seconds > 0)).all():
+            raise OptionError("at least 4 steps are needed, with times above 0")
+        step_s, token_s, pair_s, kv_s = _least_squares(work / seconds[:, None])
+        return cls(step_s, 0.0, token_s, pair_s, kv_s, max_batch_tokens=512, max_num_seqs=64)
+
+
+def _work(step: Mapping[str, float]) -> tuple[float, ...]:
+    """What a measured step pays for: itself, tokens, pairs of new and earlier ones, tokens a decode reads."""
+    prefill = step["prefill_tokens"]
+    pairs = prefill * (step["cached_tokens"] + prefill / 2)
+    return 1.0, prefill + step["decodes"], pairs, step["context_tokens"]
+
+
+def _least_squares(work: npt.NDArray[np.float64]) -> list[float]:
+    """Costs, none below 0, so that each row of work, float64[steps, costs], costs about 1."""
+    kept = list(range(work.shape[1]))
+    while True:
+        found = np.linalg.lstsq(work[:, kept], np.ones(len(work)), rcond=None)[0]
+        if (found >= 0).all():
+            costs = dict(zip(kept, found.tolist(), strict=True))
+            return [costs.get(number, 0.0) for number in range(work.shape[1])]
+        kept.remove(kept[int(found.argmin())])

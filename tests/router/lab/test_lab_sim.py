@@ -1,5 +1,6 @@
 """Simulated fleets: exact times in small cases, nothing lost in large ones, the same result every time."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -160,24 +161,52 @@ def test_presets_follow_from_peak_rates():
     assert timing.slower(2).decode(1, 10) == 2 * timing.decode(1, 10)
 
 
+def measured(tokens, cached, decodes, context, ms):
+    """A step in the JSON of `warmroute bench engine`."""
+    return {
+        "prefill_tokens": tokens,
+        "cached_tokens": cached,
+        "decodes": decodes,
+        "context_tokens": context,
+        "ms": ms,
+    }
+
+
+STEPS = [
+    measured(32, 0, 0, 0, 20 + 32 * 1.5 + 512 * 0.001),
+    measured(512, 0, 0, 0, 20 + 512 * 1.5 + 131_072 * 0.001),
+    measured(512, 1000, 0, 0, 20 + 512 * 1.5 + 643_072 * 0.001),
+    measured(0, 0, 1, 20, 20 + 1.5 + 20 * 0.01),
+    measured(0, 0, 8, 9000, 20 + 8 * 1.5 + 9000 * 0.01),
+]
+"""20 ms a step, 1.5 a token, a thousandth a pair, a hundredth a token of context."""
+
+
 def test_a_timing_is_fitted_to_a_benchmark(tmp_path):
     file = tmp_path / "engine.json"
-    file.write_text('{"prefill_tokens_per_s": 800, "decode_tokens_per_s": {"1": 32, "8": 128}}')
+    file.write_text(json.dumps({"steps": STEPS}))
     timing = Timing.named(str(file))
-    assert timing.prefill_tokens_per_s == pytest.approx(512 / (timing.step_s + 512 / 800))
-    assert timing.decode(1, 9000) == pytest.approx(1 / 32) and timing.decode(8, 1) == pytest.approx(8 / 128)
-    assert Timing.fitted(700.0, {1: 50.0}).decode(4, 0) == pytest.approx(1 / 50), "one rate: no more is known"
-    for text in (
-        "",
-        "[]",
-        '{"prefill_tokens_per_s": 1}',
-        '{"prefill_tokens_per_s": 1, "decode_tokens_per_s": {}}',
-    ):
+    assert (timing.step_s, timing.token_s) == (pytest.approx(0.02), pytest.approx(0.0015))
+    assert (timing.pair_s, timing.kv_s) == (pytest.approx(1e-6), pytest.approx(1e-5))
+    assert timing.prefill(100, 5000, 4, 800) == pytest.approx(0.02 + 104 * 0.0015 + 0.005 + 0.008)
+    for text in ("", "[]", "{}", '{"prefill_tokens_per_s": 1}', '{"steps": [{}]}', '{"steps": 3}'):
         file.write_text(text)
         with pytest.raises(OptionError, match="no JSON of `warmroute bench engine`"):
             Timing.named(str(file))
-    with pytest.raises(OptionError, match="positive"):
-        Timing.fitted(0.0, {1: 1.0})
+
+
+def test_a_fitted_timing_has_no_cost_below_nothing():
+    flat = [{**step, "ms": 20 + 1.5 * (step["prefill_tokens"] + step["decodes"])} for step in STEPS]
+    flat[-1]["ms"] -= 5  # contexts would make it faster
+    timing = Timing.fitted(flat)
+    assert min(timing.step_s, timing.token_s, timing.pair_s, timing.kv_s) == 0
+    assert timing.token_s == pytest.approx(0.0015, rel=0.1)
+
+
+@pytest.mark.parametrize("steps", [STEPS[:3], [{**step, "ms": 0.0} for step in STEPS]])
+def test_steps_that_tell_nothing(steps):
+    with pytest.raises(OptionError, match="at least 4 steps"):
+        Timing.fitted(steps)
 
 
 @pytest.mark.parametrize("name", ["", "h100", "h100-9b", "tpu-8b", "h100-8b-tpx"])
