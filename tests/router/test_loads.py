@@ -173,3 +173,38 @@ def test_a_rate_from_the_warm_up_alone_is_nobodys_advantage():
         fresh.join(str(slot), slot)
         fresh.report(str(slot), slot, report(rate=rate, measured_tokens=256))
     assert fresh.rate[0] == fresh.rate[1] == 152.0, "none has: the latest stands for all"
+
+
+def test_attention_makes_long_contexts_dearer():
+    _, loads = one()
+    hits = np.zeros(64, np.int64)
+    hits[0] = 600
+    assert loads.work(hits, 1000)[0] == 400, "a replica that says nothing counts tokens"
+    loads.report("a", 0, report(attention_tokens=2000))
+    assert loads.work(hits, 1000)[0] == 400 * (1 + 800 / 2000)
+    loads.join("b", 1)
+    assert loads.work(hits, 1000)[1] == 1000 * (1 + 500 / 2000), "a new one is like the last that said"
+
+
+def test_work_is_what_is_counted_where_it_is_told():
+    clock, loads = one()
+    loads.ledger.reserve("a", None, 400, 0, clock.now, work=600)
+    assert wait(loads, 0.0) == 600
+    clock.now = 1.0
+    loads.report("a", 0, report(tokens=700, waiting=2, waiting_work=900))
+    assert (wait(loads, 1.0), loads.others_work[0]) == (900.0, 300.0)
+
+
+def test_room_is_what_is_free_and_not_spoken_for():
+    clock, loads = one()
+    loads.report("a", 0, report(free=5))
+    assert [loads.has_room(np.full(64, n))[0] for n in (5.0, 5.1)] == [True, False]
+    loads.sent(0, 2, clock.now)
+    assert [loads.has_room(np.full(64, n))[0] for n in (3.0, 4.0)] == [True, False]
+
+
+def test_the_decode_cost_is_what_a_sequence_adds():
+    _, loads = one()
+    before = loads.horizon_s[0]
+    loads.report("a", 0, report(decode_row_s=0.002))
+    assert loads.horizon_s[0] == 32 * 0.002 != before

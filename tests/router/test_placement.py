@@ -371,3 +371,32 @@ def test_wrong_settings_are_named():
         placement.place(prompt(2), 40)
     placement.block_size = 16
     assert placement.place(prompt(2), 40).replica_id == "r0"
+
+
+def test_among_holders_the_one_with_fewer_requests_decodes():
+    placement, hashes = placement_of(2), prompt(20)
+    for name, running in (("r0", 9), ("r1", 2)):
+        placement.update(name, snapshot(hashes), load(running=running, decode_row_s=0.001))
+    assert placement.place(hashes, 325).replica_id == "r1"
+
+
+def test_a_copy_that_is_there_is_better_than_one_that_is_coming():
+    placement, hashes = placement_of(2), prompt(20)
+    placement.update("r1", None, load(decode_row_s=0.01))
+    placement.update("r0", None, load(running=1, waiting=1, waiting_tokens=9000))
+    assert placement.place(hashes, 325).replica_id == "r1", "it computes the prefix now"
+    placement.update("r0", snapshot(hashes), load(running=4, decode_row_s=0.01))
+    # There: 4 requests that decode, 1.28 s. Here: one, 0.32 s, and 0.325 s until the prefix is computed.
+    ready, coming = placement.place(hashes, 325).candidates()
+    assert (ready.replica_id, coming.replica_id) == ("r0", "r1")
+    assert coming.cost_s - ready.cost_s > 0 and coming.wait_s == pytest.approx(0.325)
+
+
+def test_a_free_replica_takes_a_copy_earlier_than_a_full_one():
+    copies = []
+    for free in (100, 0):
+        placement, hashes = placement_of(4), prompt(20)
+        for i in range(4):
+            placement.update(f"r{i}", None, load(free=free, cached=100 - free, decode_row_s=0.002))
+        copies.append(len({placement.place(hashes, 325).replica_id for _ in range(12)}))
+    assert copies == [4, 1]
