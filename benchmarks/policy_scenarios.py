@@ -50,7 +50,7 @@ def synthetic(kind: str, share: float = 1.0) -> Workload:
 
 def burst(load: float, seed: int) -> Sequence[Request]:
     """200 prompts of 8,192 new tokens and 100 own ones come within a second, and random ones around them."""
-    background = list(synthetic("random")(load, seed))[: int(90 * load * 20)]
+    background = list(synthetic("random")(load, seed))[: int(90 * load * 20)] if load else []
     rng = np.random.default_rng(seed)
     size, shared = 200, list(range(10**6, 10**6 + 128))
     siblings = [
@@ -62,6 +62,13 @@ def burst(load: float, seed: int) -> Sequence[Request]:
         for number, at in enumerate(np.sort(rng.random(size)))
     ]
     return in_time_order([*background, *siblings])
+
+
+def cold_burst(load: float, seed: int) -> Sequence[Request]:
+    """The siblings alone, on an idle fleet with empty caches; the higher the load the shorter the burst."""
+    start = {0.25: 4.0, 0.6: 1.0, 0.9: 0.01}[load]
+    siblings = [request for request in burst(0.0, seed) if request.num_tokens == 128 * SIZE + 60]
+    return [replace(request, timestamp_s=((request.timestamp_s or 10) - 10) * start) for request in siblings]
 
 
 def _request(row: dict[str, Any], number: int) -> Request:
@@ -79,7 +86,8 @@ def scenarios(sharegpt: str | None) -> Iterator[tuple[str, Workload, FleetConfig
     """Name, workload and fleet of each."""
     yield "nothing shared", synthetic("random"), FLEET
     yield "one hot prefix", synthetic("shared"), FLEET
-    yield "burst of 200 siblings", burst, FLEET
+    yield "burst of 200 siblings, busy fleet", burst, FLEET
+    yield "burst of 200 siblings, cold fleet", cold_burst, FLEET
     yield "mixed", synthetic("mixed"), FLEET
     yield "nothing shared, half the replicas slow", synthetic("random", 0.75), SLOW
     yield "mixed, half the replicas slow", synthetic("mixed", 0.75), SLOW

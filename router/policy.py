@@ -6,14 +6,14 @@
          + work / fleet's rate * evicts             what recomputing takes from others' caches and queues,
          + work / fleet's rate * CROWD * requests   and from the requests there, which it delays
          + horizon * requests                       slower decoding, for all of them
-         + COMING * coming / fleet's rate           a copy that is there is better than one that is coming
+         + coming / fleet's rate                    a copy that is there is better than one that is coming
 
 wait: work to be done there first; work: what is not cached of this prompt, with its attention (`Loads.work`);
 rate: work/s; requests: those there now; horizon: what one more adds to the first decode steps. evicts is
-BETA - 1, or BETA_FREE - 1 where blocks are free: recomputed tokens weigh more than waiting, because a spilled
-prefill is work that somebody else waits for, and evicts blocks that somebody else needs. What it costs
-others does not depend on whose speed it is done at, so the mean speed of the fleet counts there. coming:
-tokens of this prompt that requests in flight still compute there and that another replica has already.
+BETA - 1 where blocks must be evicted, and 0 where some are free: recomputed tokens weigh more than waiting,
+because copies take the place of blocks that somebody else needs. What recomputing costs others does not
+depend on whose speed it is done at, so the mean speed of the fleet counts there. coming: tokens of this
+prompt that requests in flight still compute there and that another replica has already.
 
 That alone would leave peers idle beside a busy holder of a prefix, so the prefix is computed anew elsewhere
 
@@ -43,13 +43,9 @@ from router.loads import Loads
 Vector = npt.NDArray[np.float64]
 
 BETA = 5.0
-"""Seconds of waiting that one second of recomputing weighs, where it evicts other blocks,"""
-BETA_FREE = 1.5
-"""and where there are free ones."""
+"""Seconds of waiting that one second of recomputing weighs where it evicts other blocks."""
 CROWD = 0.4
 """Share of the requests at a replica that a prefill there delays by as long as it takes."""
-COMING = 3.0
-"""Seconds that one second of a prefix weighs that is being computed here and is there elsewhere."""
 NEAR = 0.1
 """Costs that differ by less than this part of the time to compute what misses count as equal."""
 
@@ -141,10 +137,10 @@ class CacheAware:
         mean_s = float(token_s @ s.allowed) / np.count_nonzero(s.allowed)
         there_s = np.where(s.allowed, (s.wait_work + s.work) * token_s, np.inf)
         room = s.loads.has_room((s.num_tokens - s.hit_tokens) / s.block_size)
-        evicts = np.where(room, BETA_FREE - 1.0, BETA - 1.0)
-        cost = there_s + mean_s * (evicts + CROWD * s.requests) * s.work + s.loads.horizon_s * s.requests
+        others = np.where(room, 0.0, BETA - 1.0) + CROWD * s.requests
+        cost = there_s + mean_s * others * s.work + s.loads.horizon_s * s.requests
         if s.pending_tokens is not None:
-            cost += COMING * mean_s * _coming(s, s.pending_tokens)
+            cost += mean_s * _coming(s, s.pending_tokens)
         best = int(cost.argmin())
         near_s = NEAR * float(s.work[best] * token_s[best])
         if s.hit_tokens[best] and s.wait_work[best] > 0.0:

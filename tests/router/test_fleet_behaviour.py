@@ -343,13 +343,18 @@ def test_separate_caches_hit_like_one_when_misses_go_to_the_oldest_victim():
     assert runs["round_robin"].hit_rate < 0.5
 
 
-def test_a_burst_for_a_new_prefix_computes_it_a_few_times():
-    fleet = Fleet("cache_aware", count=16)
+@pytest.mark.parametrize("full", [True, False])
+def test_a_burst_for_a_new_prefix_computes_it_a_few_times(full):
+    fleet = Fleet("cache_aware", count=16, blocks=800)
+    for i in range(64 * full):  # until nothing is free anywhere
+        fleet.submit(0.0, prompt_of((1000 + i, 250), output=1))
     for i in range(200):
-        fleet.submit(0.0, prompt_of((1, 250), (100 + i, 3), output=20))
+        fleet.submit(1000.0, prompt_of((1, 250), (100 + i, 3), output=20))
     fleet.run()
-    computed = sum(prompt.cached < 4000 for prompt in fleet.results)
-    assert computed == len(fleet.shares) <= 8
+    burst = [prompt for prompt in fleet.results if prompt.arrival == 1000.0]
+    homes = {prompt.replica for prompt in burst if prompt.cached < 4000}
+    assert sum(prompt.cached < 4000 for prompt in burst) == len(homes), "once each"
+    assert len(homes) <= (8 if full else 16), "where it evicts something, on few"
 
 
 def test_slow_replicas_get_less():

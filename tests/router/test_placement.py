@@ -382,14 +382,15 @@ def test_among_holders_the_one_with_fewer_requests_decodes():
 
 def test_a_copy_that_is_there_is_better_than_one_that_is_coming():
     placement, hashes = placement_of(2), prompt(20)
-    placement.update("r1", None, load(decode_row_s=0.01))
+    placement.update("r1", None, load(decode_row_s=0.0105))
     placement.update("r0", None, load(running=1, waiting=1, waiting_tokens=9000))
     assert placement.place(hashes, 325).replica_id == "r1", "it computes the prefix now"
-    placement.update("r0", snapshot(hashes), load(running=4, decode_row_s=0.01))
-    # There: 4 requests that decode, 1.28 s. Here: one, 0.32 s, and 0.325 s until the prefix is computed.
+    placement.update("r0", snapshot(hashes), load(running=2, decode_row_s=0.0105))
+    # There: 2 requests that decode, 0.672 s. Here: one, 0.336 s, and 0.325 s until the prefix is computed.
     ready, coming = placement.place(hashes, 325).candidates()
     assert (ready.replica_id, coming.replica_id) == ("r0", "r1")
-    assert coming.cost_s - ready.cost_s > 0 and coming.wait_s == pytest.approx(0.325)
+    assert coming.wait_s == pytest.approx(0.325)
+    assert coming.cost_s - ready.cost_s == pytest.approx(0.336 + 0.325 + 0.32 - 0.672, abs=0.02)
 
 
 def test_a_free_replica_takes_a_copy_earlier_than_a_full_one():
