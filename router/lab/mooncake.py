@@ -54,7 +54,7 @@ def _timed(rows: Iterator[Row], bad: OnBad) -> Iterator[tuple[Row, float]]:
     latest: dict[str, float] = {}  # of each session
     for row in rows:
         try:
-            row.hash_ids()
+            row.hash_ids(), row.count("input_length")  # what the block size is told from
             session, seconds = row.label("session_id"), _seconds(row, latest)
         except TraceError as error:
             bad(error)
