@@ -17,6 +17,8 @@ from router.lab.errors import OptionError, TraceError
 from router.lab.record import Json, Request
 
 MAX_SCALE = 1e6
+GIVEN_BY = "--block-size, or --trace-block-size of simulate"
+"""The options that say how many tokens an id of the trace stands for."""
 
 OnBad = Callable[[TraceError], None]
 """What to do about a broken line: raise the error, or take note of it; then the line is left out."""

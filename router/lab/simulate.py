@@ -39,7 +39,7 @@ _ANY_WIDTH = 1000
 
 
 def simulate(
-    trace: Annotated[str, typer.Argument(help="A trace file, plain or gzip.")],
+    trace: Annotated[str, typer.Argument(help="A trace file (plain or gzip), `builtin`, or `builtin:tiny`.")],
     replicas: Annotated[int, typer.Option(help="Replicas of the fleet.")] = 8,
     blocks: Annotated[
         int, typer.Option(help="KV blocks of each replica (of the pool with --pooled).")
@@ -76,6 +76,9 @@ def simulate(
     arrivals: Annotated[str | None, typer.Option(help="Take the arrival times of this trace.")] = None,
     session_gap: Annotated[
         float | None, typer.Option(help="Mean seconds between session starts, where there is no clock.")
+    ] = None,
+    trace_block_size: Annotated[
+        int | None, typer.Option(help="Tokens per hash id of the trace (default: the format's).")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of all chance.")] = 0,
     pooled: Annotated[
@@ -114,7 +117,7 @@ def simulate(
         tiers=tuple(map(TierConfig.parse, tier or ())),
         changes=tuple(map(Change.parse, change or ())),
     )
-    options = TraceOptions(scale, seed=seed)
+    options = TraceOptions(scale, trace_block_size, seed=seed)
     requests, skipped, estimated = read_timed(trace, options, limit, skip_bad, session_gap, arrivals)
     console = Console(stderr=json_file == "-")
     try:

@@ -100,6 +100,16 @@ def test_a_trace_of_broken_lines_alone_says_what_is_broken(tmp_path, invoke):
         raise invoke(file, "--skip-bad")[0].exception
 
 
+def test_blocks_of_the_trace_and_of_the_caches(tmp_path, invoke):
+    file = tmp_path / "trace.jsonl"
+    row = {"timestamp": 0, "hash_ids": [1, 2, 3, 4, 5, 6, 7], "input_length": 7 * 48, "output_length": 1}
+    file.write_text((json.dumps(row) + "\n") * 2)
+    with pytest.raises(RouterError, match="or --trace-block-size of simulate"):
+        raise invoke(file, "--block-size", 48)[0].exception
+    _, found = invoke(file, "--block-size", 16, "--trace-block-size", 48)
+    assert found["bounds"]["infinite"] == 0.5
+
+
 def test_large_figures_are_not_cut_off(trace, invoke):
     rows = [(0, list(range(400 * i, 400 * i + 400)), 1) for i in range(40)]
     result, found = invoke(trace(*rows), "--replicas", 1, "--speed", "1e9", "--replica-speed", "0.01")
