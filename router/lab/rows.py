@@ -92,7 +92,8 @@ class Row:
         return self._field(name, _is_number, "a number that is not negative")
 
     def count(self, name: str, minimum: int = 0) -> int | None:
-        """A whole number of at least `minimum`."""
+        """A whole number of tokens, at least `minimum` and below 2^31."""
+        self._field(name, lambda v: not _is_int(v) or v < 2**31, "below 2^31")
         return self._field(
             name, lambda v: _is_int(v) and v >= minimum, f"a whole number of at least {minimum}"
         )

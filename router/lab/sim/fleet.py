@@ -13,6 +13,7 @@ from functools import partial
 from itertools import count
 
 from router.lab.errors import OptionError
+from router.lab.pooled import prompt_length
 from router.lab.record import Request
 from router.lab.sim.changes import Change, check_changes
 from router.lab.sim.measures import Measures
@@ -129,22 +130,21 @@ class Fleet:
     # --- Requests. ---
 
     def _arrive(self, request: Request) -> None:
-        sim = SimRequest.of(request, self.config.block_size, self.now)
-        if self.config.holds(len(sim.tokens), sim.answer_tokens):
-            self._place(sim)
+        if self.config.holds(prompt_length(request), request.max_tokens or 1):
+            self._place(SimRequest.of(request, self.config.block_size, self.now))
         else:
-            self._refuse(sim)
+            self._refuse(request.session_id)
 
     def _place(self, sim: SimRequest) -> bool:
         """Whether a request found a replica; it is refused else."""
         if not self._alive:
-            self._refuse(sim)
+            self._refuse(sim.session)
             return False
         began = time.perf_counter()
         replica = self.policy.place(sim)
         self.measures.decided(time.perf_counter() - began)
         if replica is None:
-            self._refuse(sim)
+            self._refuse(sim.session)
             return False
         sim.replica = replica
         self.measures.placed(sim, self.replicas, self._alive)
@@ -152,9 +152,9 @@ class Fleet:
         self._follow(replica)
         return True
 
-    def _refuse(self, sim: SimRequest) -> None:
+    def _refuse(self, session: str | None) -> None:
         self.measures.refused += 1
-        self._next_turn(sim.session)
+        self._next_turn(session)
 
     def _next_turn(self, session: str | None) -> None:
         following = self._sessions.ended(session, self.now)

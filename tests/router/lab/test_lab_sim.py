@@ -177,6 +177,13 @@ def test_what_no_replica_can_hold_is_refused():
     assert (run["requests"], run["refused"]) == (1, 1)
 
 
+def test_a_turn_that_is_refused_does_not_end_its_session():
+    # A prompt that nobody holds is not even built: it would take 8 GB.
+    huge = Request(blocks=Blocks.of([], 4, 2**31 - 1, own=1), timestamp_s=0.0, session_id="a")
+    run = fleet().run([huge, request(5.0, 16, 1, "a")])
+    assert (run.refused, run.ttft_s) == (1, [2.0])
+
+
 def test_presets_follow_from_peak_rates():
     timing = Timing.preset("h100-8b")
     assert timing.weights_s == 2 * 8.03e9 / (3.35e12 * 0.8)

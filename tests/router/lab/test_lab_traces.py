@@ -229,6 +229,8 @@ class TestMooncake:
         [
             (mooncake(0, 5000, [1, 2]), "2 hash_ids do not fit input_length 5000 by blocks of 512"),
             (mooncake(0, 0, []), "`input_length` must be a whole number of at least 1, not 0"),
+            (mooncake(0, 2**31, []), "`input_length` must be below 2^31, not 2147483648"),
+            (mooncake(0, 2**70, [1]), "`input_length` must be below 2^31"),
             (mooncake(0, 5, ["a"]), "`hash_ids` must be a list of whole numbers"),
             (mooncake(0, 5, {}), "`hash_ids` must be a list of whole numbers"),
             ({"timestamp": 0, "hash_ids": [1]}, "no `input_length`"),
