@@ -79,7 +79,7 @@ def replay(
         policy=policy,
     )
     check_writable(json_file)
-    check_report(report_file)
+    check_report(report_file, json_file)
     reading = TraceOptions(scale, block_size, (min(_VOCAB_FLOOR, vocab // 4), vocab))
     requests, skipped = read_requests(trace, reading, limit, skip_bad)
     report = asyncio.run(_run(requests, Target(url, model, api_key), options))
@@ -98,8 +98,8 @@ def read_requests(
     try:
         requests = list(islice(read_trace(trace, reading, bad.append), limit))
     except TraceError as error:
-        if bad and not skip_bad:
-            raise broken_lines(bad, str(error)) from error
+        if bad:
+            raise broken_lines(bad, error.what) from error
         raise
     if bad and not skip_bad:
         raise broken_lines(bad, "--skip-bad leaves such lines out")
@@ -124,8 +124,11 @@ def check_writable(json_file: str | None) -> None:
         raise OptionError(f"cannot write {json_file}: no permission")
 
 
-def check_report(report_file: str | None) -> None:
-    """Complain before the replay, not after it, about a page that could not be written."""
+def check_report(report_file: str | None, json_file: str | None) -> None:
+    """Complain before the replay, not after it, about a page that could not be written, or would replace
+    the JSON."""
+    if report_file is not None and report_file == json_file:
+        raise OptionError(f"--json and --report cannot both write {report_file}")
     if report_file == "-":
         raise OptionError("--report needs the name of a file: the table goes to stdout")
     check_writable(report_file)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from router.lab.blocks import TokenIds
+from router.lab.record import Request
 
 
 @dataclass(slots=True)
@@ -52,6 +53,17 @@ class InfiniteCache:
             node = child
         return max(0, min(depth, len(tokens) - 1))
 
+    def find(self, tokens: TokenIds) -> int:
+        """How many of the first tokens are known, perhaps all; nothing is remembered."""
+        node, depth = self._root, 0
+        while depth < len(tokens) and (child := node.children.get(int(tokens[depth]))) is not None:
+            common = common_prefix(child.edge, tokens[depth:])
+            depth += common
+            if common < len(child.edge):
+                break
+            node = child
+        return depth
+
 
 def _split(node: _Node, at: int) -> _Node:
     """Cut `node`'s edge after `at` tokens: the node ends there and a new child takes over the rest."""
@@ -72,3 +84,25 @@ def ideal_hits(prompts: Iterable[TokenIds]) -> list[int]:
     """The ideal hit, in tokens, of each prompt in the order of their sending."""
     cache = InfiniteCache()
     return [cache.add(prompt) for prompt in prompts]
+
+
+def resident_hits(requests: Iterable[Request], block_size: int) -> list[int]:
+    """The hit, in tokens, of each prompt in one prefix cache with blocks of `block_size` that never forgets.
+
+    Only full blocks are kept, but a hit may end within one, and be a whole prompt, as in `pooled`. Prompts of
+    hash ids are compared by their ids, so that their tokens need no memory.
+    """
+    cache, seen, hits = InfiniteCache(), set[int](), []
+    for request in requests:
+        blocks = request.blocks
+        if blocks is None:
+            tokens = request.tokens()
+            hits.append(cache.find(tokens))
+            cache.add(tokens[: len(tokens) // block_size * block_size])
+            continue
+        keys = blocks.keys().tolist()
+        known = next((i for i, key in enumerate(keys) if key not in seen), len(keys))
+        hits.append(min(known * blocks.size, blocks.num_tokens))
+        full = blocks.num_tokens // block_size * block_size
+        seen.update(keys[: -(-full // blocks.size)])
+    return hits

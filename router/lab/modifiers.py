@@ -12,6 +12,9 @@ from itertools import count
 from router.lab.errors import OptionError
 from router.lab.record import Request
 
+MAX_SPEED = 1e9
+"""And as many times as slow: beyond, times are no longer told apart from 0 or infinity."""
+
 
 def scaled(requests: Iterable[Request], factor: float) -> Iterator[Request]:
     """Prompts of block ids and their answers, `factor` times as long; text and tokens stay as they are."""
@@ -29,8 +32,8 @@ def scaled(requests: Iterable[Request], factor: float) -> Iterator[Request]:
 
 def faster(requests: Iterable[Request], speed: float) -> Iterator[Request]:
     """The clock runs `speed` times as fast: arrivals and think times alike."""
-    if not 0 < speed < float("inf"):
-        raise OptionError(f"the speed must be a positive number, not {speed}")
+    if not 1 / MAX_SPEED <= speed <= MAX_SPEED:
+        raise OptionError(f"the speed must be a positive number up to {MAX_SPEED:g}, not {speed}")
     for request in requests:
         yield replace(
             request,
@@ -86,17 +89,21 @@ def with_arrivals(requests: Iterable[Request], arrivals: Iterable[Request]) -> l
     if not times:
         raise OptionError("there are no timestamps in the trace of arrivals")
     lap_s = (times[-1] - times[0]) * len(times) / max(1, len(times) - 1)
-    moved: dict[str, tuple[float, float]] = {}  # of each session, where it started and where it does now
+    moved: dict[str, tuple[float, float]] = {}  # of each session's latest turn, when it came and does now
     result, begun = [], 0
     for request in in_time_order(requests):
-        old, session = request.timestamp_s or 0.0, request.session_id
-        if session is None or session not in moved:
+        session, before = request.session_id, None
+        if session is not None:
+            before = moved.get(session)
+        if before is None:
+            old = request.timestamp_s or 0.0
             lap, place = divmod(begun, len(times))
-            start = (old, times[place] - times[0] + lap * lap_s)
+            new = times[place] - times[0] + lap * lap_s
             begun += 1
-            if session is not None:
-                moved[session] = start
         else:
-            start = moved[session]
-        result.append(replace(request, timestamp_s=start[1] + old - start[0]))
+            old = before[0] if request.timestamp_s is None else request.timestamp_s
+            new = before[1] + old - before[0]
+        if session is not None:
+            moved[session] = (old, new)
+        result.append(replace(request, timestamp_s=new))
     return in_time_order(result)

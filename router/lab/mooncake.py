@@ -18,7 +18,7 @@ from itertools import chain, islice
 from router.lab.blocks import Blocks
 from router.lab.errors import TraceError
 from router.lab.record import Json, Request
-from router.lab.rows import OnBad, Row, TraceOptions, refuse
+from router.lab.rows import GIVEN_BY, OnBad, Row, TraceOptions, refuse
 
 _MARKS = ("hash_ids", "input_length", "text_input")
 _USUAL_BLOCKS = (512, 16, 64, 32, 128, 256, 1024)
@@ -54,7 +54,7 @@ def _timed(rows: Iterator[Row], bad: OnBad) -> Iterator[tuple[Row, float]]:
     latest: dict[str, float] = {}  # of each session
     for row in rows:
         try:
-            row.hash_ids()
+            row.hash_ids(), row.count("input_length")  # what the block size is told from
             session, seconds = row.label("session_id"), _seconds(row, latest)
         except TraceError as error:
             bad(error)
@@ -95,7 +95,7 @@ def infer_block_size(rows: list[Row]) -> int:
     fits = {size: sum(_fits(length, ids, size) for length, ids in lengths) for size in _USUAL_BLOCKS}
     best = max(_USUAL_BLOCKS, key=lambda size: fits[size])
     if lengths and not fits[best]:
-        raise rows[0].error("input_length and hash_ids fit no usual block size; give it with --block-size")
+        raise rows[0].error(f"input_length and hash_ids fit no usual block size; give it with {GIVEN_BY}")
     return best
 
 
@@ -130,6 +130,6 @@ def prompt(row: Row, block_size: int, options: TraceOptions) -> Blocks:
         raise row.error("no `input_length`, `text_input` or `messages`")
     if not _fits(length, len(ids), block_size) and ids:
         raise row.error(
-            f"{len(ids)} hash_ids do not fit input_length {length} by blocks of {block_size} (--block-size)"
+            f"{len(ids)} hash_ids do not fit input_length {length} by blocks of {block_size} ({GIVEN_BY})"
         )
     return options.blocks(ids, block_size, length, own=row.number)

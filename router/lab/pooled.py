@@ -56,7 +56,7 @@ class Prompts:
         if not requests:
             raise OptionError("the trace has no requests")
         self._requests, self._options = requests, options
-        self.lengths = [_length(request) for request in requests]
+        self.lengths = [prompt_length(request) for request in requests]
         self.times = [(request.timestamp_s or 0.0) / options.speed for request in requests]
 
     def tokens(self) -> Iterator[TokenIds]:
@@ -150,7 +150,8 @@ def _next_uses(requests: Sequence[Hashes]) -> list[npt.NDArray[np.int64]]:
     return np.split(uses, np.cumsum(lengths)[:-1])
 
 
-def _length(request: Request) -> int:
+def prompt_length(request: Request) -> int:
+    """Tokens of a prompt; of text, as they are estimated."""
     return len(request.tokens()) if request.num_tokens is None else request.num_tokens
 
 

@@ -57,7 +57,7 @@ class Request:
         known = self.known_tokens()
         if known is not None:
             return known
-        raw = self.rendered()
+        raw = self.rendered() or b"\0"  # an empty prompt has a token too, which begins it
         return np.frombuffer(raw + b"\0" * (-len(raw) % BYTES_PER_TOKEN), np.dtype("<i4")).astype(np.int32)
 
     def rendered(self) -> bytes:

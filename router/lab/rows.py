@@ -16,6 +16,10 @@ from router.lab.blocks import VOCAB, Blocks, TokenIds
 from router.lab.errors import OptionError, TraceError
 from router.lab.record import Json, Request
 
+MAX_SCALE = 1e6
+GIVEN_BY = "--block-size, or --trace-block-size of simulate"
+"""The options that say how many tokens an id of the trace stands for."""
+
 OnBad = Callable[[TraceError], None]
 """What to do about a broken line: raise the error, or take note of it; then the line is left out."""
 
@@ -42,8 +46,8 @@ class TraceOptions:
 
     def __post_init__(self) -> None:
         low, high = self.vocab
-        if not (math.isfinite(self.scale) and self.scale > 0):
-            raise OptionError(f"the scale must be a positive number, not {self.scale}")
+        if not 0 < self.scale <= MAX_SCALE:
+            raise OptionError(f"the scale must be a positive number up to {MAX_SCALE:g}, not {self.scale}")
         if not (math.isfinite(self.session_gap_s) and self.session_gap_s >= 0):
             raise OptionError(f"the gap between sessions must be a time in seconds, not {self.session_gap_s}")
         if self.block_size is not None and self.block_size < 1:
@@ -88,7 +92,8 @@ class Row:
         return self._field(name, _is_number, "a number that is not negative")
 
     def count(self, name: str, minimum: int = 0) -> int | None:
-        """A whole number of at least `minimum`."""
+        """A whole number of tokens, at least `minimum` and below 2^31."""
+        self._field(name, lambda v: not _is_int(v) or v < 2**31, "below 2^31")
         return self._field(
             name, lambda v: _is_int(v) and v >= minimum, f"a whole number of at least {minimum}"
         )

@@ -7,14 +7,23 @@ from typing import Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from kvcore.errors import InvalidRequest
 from router.lab.commands import check_report, check_writable, deliver, read_requests, tell_skipped
 from router.lab.errors import OptionError, TraceError
-from router.lab.modifiers import faster, in_time_order, with_arrivals, with_starts
+from router.lab.ideal import resident_hits
+from router.lab.modifiers import MAX_SPEED, faster, in_time_order, with_arrivals, with_starts
 from router.lab.page.simulation import write_simulation
-from router.lab.pooled import PooledOptions, Prompts, infinite, infinite_hits, optimum, simulate_policy
+from router.lab.pooled import (
+    PooledOptions,
+    Prompts,
+    infinite,
+    optimum,
+    prompt_length,
+    simulate_policy,
+)
 from router.lab.record import Request
 from router.lab.rows import TraceOptions
 from router.lab.sim.changes import Change
@@ -26,9 +35,11 @@ from router.lab.sim.tiers import TierConfig
 from router.lab.sim.timing import Timing
 from router.lab.traces import read_trace
 
+_ANY_WIDTH = 1000
+
 
 def simulate(
-    trace: Annotated[str, typer.Argument(help="A trace file, plain or gzip.")],
+    trace: Annotated[str, typer.Argument(help="A trace file (plain or gzip), `builtin`, or `builtin:tiny`.")],
     replicas: Annotated[int, typer.Option(help="Replicas of the fleet.")] = 8,
     blocks: Annotated[
         int, typer.Option(help="KV blocks of each replica (of the pool with --pooled).")
@@ -66,6 +77,9 @@ def simulate(
     session_gap: Annotated[
         float | None, typer.Option(help="Mean seconds between session starts, where there is no clock.")
     ] = None,
+    trace_block_size: Annotated[
+        int | None, typer.Option(help="Tokens per hash id of the trace (default: the format's).")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of all chance.")] = 0,
     pooled: Annotated[
         bool, typer.Option("--pooled", help="One cache for all, no fleet: --policy names eviction policies.")
@@ -83,10 +97,12 @@ def simulate(
     """Run a trace on a simulated fleet, once per routing policy: real placement and real prefix caches, and a
     model of how long steps take. With --pooled: eviction policies in one pool of blocks."""
     check_writable(json_file)
-    check_report(report_file)
+    check_report(report_file, json_file)
     if report_file is not None and pooled:
         raise OptionError("--report is about fleets: it cannot be had with --pooled")
     speeds = numbers(speed, "--speed")
+    if pooled and len(speeds) > 1:
+        raise OptionError(f"--pooled takes one --speed, not {speed!r}")
     config = FleetConfig(
         replicas=replicas,
         blocks=blocks,
@@ -101,7 +117,7 @@ def simulate(
         tiers=tuple(map(TierConfig.parse, tier or ())),
         changes=tuple(map(Change.parse, change or ())),
     )
-    options = TraceOptions(scale, seed=seed)
+    options = TraceOptions(scale, trace_block_size, seed=seed)
     requests, skipped, estimated = read_timed(trace, options, limit, skip_bad, session_gap, arrivals)
     console = Console(stderr=json_file == "-")
     try:
@@ -112,9 +128,14 @@ def simulate(
         else:
             names = split_names(policy or "cache_aware,least_load,round_robin")
             report, watched = _fleet(requests, config, names, speeds, watch=report_file is not None)
-            console.print(_fleet_table(report))
+            _print_whole(console, _fleet_table(report))
+            for run in report["runs"]:
+                if run["refused"]:
+                    console.print(
+                        f"{run['policy']}, speed {run['speed']:g}: {run['refused']:,} requests refused"
+                    )
     except (InvalidRequest, MemoryError) as error:
-        raise OptionError(str(error)) from error
+        raise OptionError(str(error) or "there is not enough memory for this") from error
     if estimated:
         console.print("The trace has text: four bytes count as a token.")
     deliver({"trace": trace, "estimated_tokens": estimated, **report}, json_file)
@@ -129,8 +150,8 @@ def numbers(text: str, option: str) -> tuple[float, ...]:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:
         raise OptionError(f"{option} takes numbers separated by commas, not {text!r}") from None
-    if not all(0 < number < float("inf") for number in found):
-        raise OptionError(f"{option} takes positive numbers, not {text!r}")
+    if not all(1 / MAX_SPEED <= number <= MAX_SPEED for number in found):
+        raise OptionError(f"{option} takes positive numbers up to {MAX_SPEED:g}, not {text!r}")
     return found
 
 
@@ -176,15 +197,7 @@ def _fleet(
 ) -> tuple[dict[str, Any], list[tuple[float, Measures]]]:
     """The report, and the speed and measures of each run; those have a journal if `watch`."""
     check_policies(names)
-    pool = PooledOptions(config.replicas * config.blocks, config.block_size)
-    prompts = Prompts(requests, pool)
-    ideal = infinite_hits(prompts, pool)
-    bounds = {
-        "infinite": prompts.rate(ideal),
-        "pooled_lru": simulate_policy(prompts, pool, "lru")["hit_rate"],
-        "pooled_opt": optimum(prompts, pool),
-        "ttft_ms": spread(map(config.timing.alone, prompts.lengths, ideal)),
-    }
+    bounds = _bounds(requests, config)
     measured = []
     for at in speeds:
         for name in names:
@@ -193,6 +206,23 @@ def _fleet(
             measured.append((at, fleet.run(faster(requests, at))))
     runs = [{**measures.as_json(), "speed": at} for at, measures in measured]
     return {"bounds": bounds, "runs": runs}, measured
+
+
+def _bounds(requests: Sequence[Request], config: FleetConfig) -> dict[str, Any]:
+    """What no router can pass, of the requests that a replica can hold: nobody is served the others."""
+    held = [r for r in requests if config.holds(prompt_length(r), r.max_tokens or 1)]
+    if requests and not held:
+        room = config.blocks * config.block_size
+        raise OptionError(f"no request fits into a replica: --blocks x --block-size are {room:,} tokens")
+    pool = PooledOptions(config.members * config.blocks, config.block_size)
+    prompts = Prompts(held, pool)
+    ideal = resident_hits(held, config.block_size)
+    return {
+        "infinite": prompts.rate(ideal),
+        "pooled_lru": simulate_policy(prompts, pool, "lru")["hit_rate"],
+        "pooled_opt": optimum(prompts, pool),
+        "ttft_ms": spread(map(config.fastest.alone, prompts.lengths, ideal)),
+    }
 
 
 def _pooled_table(report: dict[str, Any]) -> Table:
@@ -206,8 +236,15 @@ def _pooled_table(report: dict[str, Any]) -> Table:
     return table
 
 
+def _print_whole(console: Console, table: Table) -> None:
+    """On a line each, even if that is too long: digits that are cut off make another number."""
+    wanted = Measurement.get(console, console.options.update(max_width=_ANY_WIDTH), table).maximum
+    console.width = max(console.width, wanted)
+    console.print(table)
+
+
 def _fleet_table(report: dict[str, Any]) -> Table:
-    """A row per run; fits 80 columns."""
+    """A row per run; fits 80 columns as long as times are not above minutes."""
     bounds = report["bounds"]
     caption = f"one pool, LRU {bounds['pooled_lru']:.1%}; optimum {bounds['pooled_opt']:.1%}"
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)

@@ -191,7 +191,7 @@ class _Maker:
         return min(1 + int(more), self._config.requests)
 
     def _popular(self, items: list[tuple[int, int]]) -> tuple[int, int]:
-        weights = [1 / (rank + 1) ** self._config.skew for rank in range(len(items))]
+        weights = [(rank + 1) ** -self._config.skew for rank in range(len(items))]
         return self.rng.choices(items, weights)[0]
 
 

@@ -24,7 +24,7 @@ trace = typer.Typer(
 @trace.command()
 def stats(
     trace: Annotated[str, typer.Argument(help="A trace file (plain or gzip), `builtin`, or `builtin:tiny`.")],
-    limit: Annotated[int | None, typer.Option(help="Only the first so many requests.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.")] = None,
     speed: Annotated[float, typer.Option(help="Arrivals and think times, this much faster.")] = 1.0,
     scale: Annotated[float, typer.Option(help="Multiply lengths by this (traces of hash ids).")] = 1.0,
     block_size: Annotated[

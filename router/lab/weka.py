@@ -24,7 +24,7 @@ from itertools import count
 
 from router.lab.errors import TraceError
 from router.lab.record import Json, Request
-from router.lab.rows import OnBad, Row, TraceOptions, refuse
+from router.lab.rows import GIVEN_BY, OnBad, Row, TraceOptions, refuse
 
 _BLOCK_SIZE = 64
 _LOCAL_IDS = 1 << 40
@@ -132,7 +132,7 @@ def _length(row: Row, name: str, ids: int, options: TraceOptions) -> int:
     if length is None:
         raise row.error(f"no `{name}`")
     if ids * size >= length + size:
-        raise row.error(f"{ids} hash ids do not fit {name} {length} by blocks of {size} (--block-size)")
+        raise row.error(f"{ids} hash ids do not fit {name} {length} by blocks of {size} ({GIVEN_BY})")
     return length
 
 

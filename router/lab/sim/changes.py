@@ -1,5 +1,6 @@
 """What happens to a fleet while it runs: replicas die, leave in good order, and join."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from router.lab.errors import OptionError
@@ -30,3 +31,16 @@ class Change:
         if kind not in KINDS or (kind == "join") == bool(replica) or not 0 <= change.at_s < float("inf"):
             raise OptionError(f"a change is fail:3@600, leave:0@900 or join@1200 (seconds), not {text!r}")
         return change
+
+
+def check_changes(changes: Iterable[Change], replicas: int) -> None:
+    """Raises `OptionError` when one of `replicas` is to go that is not there (any more)."""
+    there, joined = set(range(replicas)), replicas
+    for change in sorted(changes, key=lambda change: change.at_s):
+        if change.kind == "join":
+            there.add(joined)
+            joined += 1
+        elif change.replica not in there:
+            raise OptionError(f"no replica {change.replica} is there at {change.at_s:g} s to {change.kind}")
+        else:
+            there.remove(change.replica)

@@ -13,8 +13,9 @@ from functools import partial
 from itertools import count
 
 from router.lab.errors import OptionError
+from router.lab.pooled import prompt_length
 from router.lab.record import Request
-from router.lab.sim.changes import Change
+from router.lab.sim.changes import Change, check_changes
 from router.lab.sim.measures import Measures
 from router.lab.sim.policies import News, SimPolicy, make_policy
 from router.lab.sim.replica import SimReplica
@@ -57,6 +58,25 @@ class FleetConfig:
             raise OptionError("the speeds of replicas must be positive numbers")
         if self.tiers and not self.timing.kv_bytes:
             raise OptionError("lower tiers need a timing that knows the bytes of a token's KV: a preset")
+        check_changes(self.changes, self.replicas)
+
+    def holds(self, prompt_tokens: int, answer_tokens: int) -> bool:
+        """Whether a replica has room for such a request."""
+        return prompt_tokens + answer_tokens <= self.blocks * self.block_size
+
+    def timing_of(self, number: int) -> Timing:
+        """Step times of a replica, by its number."""
+        return self.timing.slower(1 / self.speeds[number % len(self.speeds)])
+
+    @property
+    def members(self) -> int:
+        """How many replicas there ever are: those at the beginning, and those that join."""
+        return self.replicas + sum(change.kind == "join" for change in self.changes)
+
+    @property
+    def fastest(self) -> Timing:
+        """Step times of the fastest of them."""
+        return self.timing.slower(1 / max(self.speeds[: self.members]))
 
 
 class Fleet:
@@ -110,31 +130,31 @@ class Fleet:
     # --- Requests. ---
 
     def _arrive(self, request: Request) -> None:
-        size, blocks = self.config.block_size, self.config.blocks
-        sim = SimRequest.of(request, size, self.now)
-        if len(sim.tokens) + sim.answer_tokens > blocks * size:
-            self._refuse(sim)
-            return
-        self._place(sim)
+        if self.config.holds(prompt_length(request), request.max_tokens or 1):
+            self._place(SimRequest.of(request, self.config.block_size, self.now))
+        else:
+            self._refuse(request.session_id)
 
-    def _place(self, sim: SimRequest) -> None:
+    def _place(self, sim: SimRequest) -> bool:
+        """Whether a request found a replica; it is refused else."""
         if not self._alive:
-            self._refuse(sim)
-            return
+            self._refuse(sim.session)
+            return False
         began = time.perf_counter()
         replica = self.policy.place(sim)
         self.measures.decided(time.perf_counter() - began)
         if replica is None:
-            self._refuse(sim)
-            return
+            self._refuse(sim.session)
+            return False
         sim.replica = replica
-        self.measures.placed(sim, self.replicas)
+        self.measures.placed(sim, self.replicas, self._alive)
         self.replicas[replica].add(sim)
         self._follow(replica)
+        return True
 
-    def _refuse(self, sim: SimRequest) -> None:
+    def _refuse(self, session: str | None) -> None:
         self.measures.refused += 1
-        self._next_turn(sim.session)
+        self._next_turn(session)
 
     def _next_turn(self, session: str | None) -> None:
         following = self._sessions.ended(session, self.now)
@@ -191,17 +211,13 @@ class Fleet:
     def _change(self, change: Change) -> None:
         if change.kind == "join":
             self._join()
-        elif change.replica not in self._alive:
-            raise OptionError(f"no replica {change.replica} is there at {change.at_s:g} s to {change.kind}")
         else:
             self._lose(change.replica, fails=change.kind == "fail")
 
     def _join(self) -> None:
         config, number = self.config, len(self.replicas)
-        speed = config.speeds[number % len(config.speeds)]
-        timing = config.timing if speed == 1 else config.timing.slower(1 / speed)
         replica = SimReplica(
-            timing,
+            config.timing_of(number),
             config.blocks,
             config.block_size,
             self.clock,
@@ -223,6 +239,6 @@ class Fleet:
         for sim in lost:
             self.policy.finished(sim)
         self.policy.left(number)
-        self.measures.moved += len(lost)
+        self.measures.lost(lost)
         for sim in lost:
-            self._place(sim)
+            self.measures.moved += self._place(sim)

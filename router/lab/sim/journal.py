@@ -2,7 +2,7 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvcore.cache import PrefixCache
@@ -20,11 +20,15 @@ class Journal:
         self.arrived_s, self.first_s, self.ended_s = array("d"), array("d"), array("d")
         self.replica, self.prompt_tokens, self.cached_tokens = array("l"), array("l"), array("l")
 
-    def placed(self, request: SimRequest, caches: Sequence[PrefixCache]) -> None:
+    def placed(self, request: SimRequest, caches: Mapping[int, PrefixCache]) -> None:
         """A request has its replica; nothing of it has reached the replica yet."""
         self.losses.placed(request, caches)
         if request.decision is not None:
             self.reasons[request.decision.reason] += 1
+
+    def lost(self, requests: Iterable[SimRequest]) -> None:
+        """A replica died with these."""
+        self.losses.lost(requests)
 
     def ended(self, request: SimRequest, now: float) -> None:
         """A request was served."""

@@ -19,7 +19,7 @@ and the replicas to which the longest known prefix was sent are asked first.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvcore.cache import PrefixCache
@@ -28,7 +28,7 @@ from router.lab.sim.request import SPACE, SimRequest
 from router.lab.sim.sent import SentPrefixes
 
 CLASSES = ("hit", "workload", "capacity", "routing", "staleness")
-Caches = Sequence[PrefixCache]
+Caches = Mapping[int, PrefixCache]
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,7 @@ class Losses:
         self._on_way: defaultdict[int, dict[SimRequest, None]] = defaultdict(dict)  # `_open` by replica
 
     def placed(self, request: SimRequest, caches: Caches) -> None:
-        """A request goes to `request.replica` now; `caches` are all replicas'. Again if it is sent anew."""
-        self._forget(request)
+        """A request goes to `request.replica` now; `caches` are those of the replicas that take requests."""
         known = self._sent.find(request.hashes)
         here = self._resident(request, caches, request.replica)
         there = self._longest(request, caches, known, here)
@@ -71,6 +70,11 @@ class Losses:
         )
         self._on_way[request.replica][request] = None
         self._sent.add(request.hashes, request.replica)
+
+    def lost(self, requests: Iterable[SimRequest]) -> None:
+        """A replica died with these: they leave nothing there, and are placed anew or refused."""
+        for request in requests:
+            self._forget(request)
 
     def ended(self, request: SimRequest) -> None:
         """A request was served: its tokens are counted."""
@@ -109,7 +113,8 @@ class Losses:
                 if best >= depth:
                     return best
                 asked |= 1 << replica
-                best = max(best, self._resident(request, caches, replica))
+                if replica in caches:
+                    best = max(best, self._resident(request, caches, replica))
         return best
 
     def _resident(self, request: SimRequest, caches: Caches, replica: int) -> int:

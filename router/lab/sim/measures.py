@@ -1,7 +1,7 @@
 """What a simulation measures: hit rate, latencies, load."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,10 +35,15 @@ class Measures:
         """A decision took so long, in real time."""
         self._decide.append(seconds)
 
-    def placed(self, request: SimRequest, replicas: Sequence[SimReplica]) -> None:
-        """A request has its replica, which does not know of it yet."""
+    def placed(self, request: SimRequest, replicas: Sequence[SimReplica], alive: Collection[int]) -> None:
+        """A request has its replica, which does not know of it yet; `alive` are those that take requests."""
         if self.journal is not None:
-            self.journal.placed(request, [replica.cache for replica in replicas])
+            self.journal.placed(request, {number: replicas[number].cache for number in alive})
+
+    def lost(self, requests: Sequence[SimRequest]) -> None:
+        """A replica has died with these requests, which nobody else has yet."""
+        if self.journal is not None:
+            self.journal.lost(requests)
 
     def add(self, request: SimRequest, now: float) -> None:
         """A request has ended."""

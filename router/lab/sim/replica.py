@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcore.cache import PrefixCache
 from kvcore.errors import OutOfBlocks
@@ -255,31 +256,38 @@ class SimReplica:
         tokens, hashes = request.tokens, request.hashes
         if request.produced:
             tokens = np.concatenate((tokens, _ANSWER[: request.produced]))
-            hashes = HASHER.block_hashes(tokens, self.cache.block_size, HASHER.root(SPACE))
+            hashes = self._with_answer(hashes, tokens)
         try:
             request.lease = self.cache.claim(tokens, SPACE, hashes=hashes)
         except OutOfBlocks:
             return False
         request.computed = request.lease.cached_tokens
-        if self.tiers is not None:
-            self._raise(request, self.tiers)
+        loaded = 0 if self.tiers is None else self._raise(request, self.tiers)
         if request.cached_tokens < 0:
-            request.cached_tokens = request.computed
+            request.cached_tokens, request.loaded_tokens = request.computed, loaded
         self.waiting.remove(request)
         self.prefilling.append(request)
         return True
 
-    def _raise(self, request: SimRequest, tiers: Tiers) -> None:
-        """Load what lower tiers have of a claimed request instead of computing it."""
+    def _with_answer(
+        self, hashes: npt.NDArray[np.uint64], tokens: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.uint64]:
+        """The hashes of a prompt, which a trace may have named by its ids, and those of what was answered."""
+        size = self.cache.block_size
+        root = int(hashes[-1]) if len(hashes) else HASHER.root(SPACE)
+        return np.concatenate((hashes, HASHER.block_hashes(tokens[len(hashes) * size :], size, root)))
+
+    def _raise(self, request: SimRequest, tiers: Tiers) -> int:
+        """Load what lower tiers have of a claimed request, so many tokens, instead of computing them."""
         size = self.cache.block_size
         depth = request.computed // size
         count, seconds = tiers.load(request.hashes[depth:].tolist())
         loaded = min((depth + count) * size, request.num_tokens - 1) - request.computed
         if loaded <= 0:
-            return
+            return 0
         request.computed += loaded
-        request.loaded_tokens += loaded
         self._load_s += seconds
+        return loaded
 
     def _sink(self, tiers: Tiers) -> None:
         events = self.cache.events.since(self.cache.epoch, self._sunk) or []

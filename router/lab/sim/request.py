@@ -34,7 +34,7 @@ class SimRequest:
     looked: int = -1  # number of the cache's last event by then
     computed: int = 0
     produced: int = 0
-    cached_tokens: int = -1  # at the first claim
+    cached_tokens: int = -1  # at the first claim, as what follows
     loaded_tokens: int = 0  # part of them that came from lower tiers
     first_at: float = -1.0
 

@@ -6,6 +6,7 @@ public peak rates with the efficiencies below; `Timing.fitted` takes what `warmr
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -125,9 +126,10 @@ class Timing:
         """From "h100-8b", "h200-70b-tp4", ...; tensor parallelism divides the work, without its overheads."""
         gpu, _, rest = name.partition("-")
         model, _, degree = rest.partition("-tp")
-        if gpu not in GPUS or model not in MODELS or not (degree or "1").isdigit():
+        if gpu not in GPUS or model not in MODELS or not re.fullmatch("[1-9][0-9]{0,3}", degree or "1"):
             raise OptionError(
-                f"unknown timing {name!r}: GPU ({', '.join(GPUS)}) - model ({', '.join(MODELS)})"
+                f"unknown timing {name!r}: GPU ({', '.join(GPUS)}) - model ({', '.join(MODELS)}), "
+                "perhaps with -tpN, or a .json file"
             )
         return cls.of(GPUS[gpu], MODELS[model], int(degree or 1))
 
@@ -153,8 +155,9 @@ class Timing:
         """
         work = np.array([_work(step) for step in steps])
         seconds = np.array([step["ms"] / 1000 for step in steps])
-        if len(steps) < 4 or not (np.isfinite(seconds) & (seconds > 0)).all():
-            raise OptionError("at least 4 steps are needed, with times above 0")
+        sane = (work >= 0).all() and np.isfinite(work).all() and np.isfinite(seconds).all()
+        if len(steps) < 4 or not (sane and (seconds > 0).all()):
+            raise OptionError("at least 4 steps are needed, with times above 0 and no counts below")
         step_s, token_s, pair_s, kv_s = _least_squares(work / seconds[:, None])
         return cls(step_s, 0.0, token_s, pair_s, kv_s, max_batch_tokens=512, max_num_seqs=64)
 

@@ -167,7 +167,7 @@ class TestWekaSessions:
         assert len(read(file(lines(session, {"id": "t", "requests": [3]})), bad)) == 1
         assert [(e.line, e.what.split(",")[0]) for e in bad] == [
             (1, "no `t` (seconds)"),
-            (1, "2 hash ids do not fit in 60 by blocks of 64 (--block-size)"),
+            (1, "2 hash ids do not fit in 60 by blocks of 64 (--block-size"),
             (2, "`requests` must be a list of JSON objects that is not empty"),
         ]
 

@@ -2,7 +2,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.lab.ideal import InfiniteCache, common_prefix, ideal_hits
+from router.lab.blocks import Blocks
+from router.lab.ideal import InfiniteCache, common_prefix, ideal_hits, resident_hits
+from router.lab.record import Request
 
 prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=30)
 
@@ -59,3 +61,29 @@ def test_growing_conversation_hits_all_of_its_past():
 
 def test_empty_prompt_hits_nothing():
     assert ideal_hits([as_tokens([]), as_tokens([1]), as_tokens([])]) == [0, 0, 0]
+
+
+@given(prompts)
+def test_find_is_add_that_forgets_and_may_find_all(sequences):
+    cache = InfiniteCache()
+    for prompt in map(as_tokens, sequences):
+        found = cache.find(prompt)
+        assert min(found, len(prompt) - 1) == cache.add(prompt) and cache.find(prompt) == len(prompt)
+
+
+@given(prompts, st.integers(1, 4))
+def test_only_full_blocks_are_resident_and_hits_end_anywhere(sequences, size):
+    kept = [prompt[: len(prompt) // size * size] for prompt in sequences]
+    expected = [
+        max((naive_prefix(prompt, other) for other in kept[:number]), default=0)
+        for number, prompt in enumerate(sequences)
+    ]
+    assert resident_hits([Request(token_ids=as_tokens(prompt)) for prompt in sequences], size) == expected
+
+
+def test_hash_ids_of_other_blocks_than_the_caches():
+    rows = [[1, 2, 3], [1, 2, 9], [1, 2, 3, 4], [1]]
+    requests = [Request(blocks=Blocks.of(ids, 4, 4 * len(ids), own=1)) for ids in rows]
+    # Of the first prompt's 12 tokens blocks of 8 hold 8, of the third one's 16 all.
+    assert resident_hits(requests, 8) == [0, 8, 8, 4]
+    assert resident_hits(requests, 4) == resident_hits(requests, 2) == [0, 8, 12, 4]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from router.lab.record import Request
+from router.lab.sim.changes import Change
 from router.lab.sim.fleet import Fleet, FleetConfig
 from router.lab.sim.journal import Journal
 from router.lab.sim.losses import CLASSES, Losses
@@ -38,6 +39,7 @@ def lost(fleet, requests):
     return {name: count for name, count in tokens.items() if count}
 
 
+FAIL = Change.parse("fail:0@1.5")
 A, B = range(24), range(100, 124)
 
 
@@ -127,11 +129,27 @@ def test_a_request_that_is_sent_anew_counts_once():
     fleet.run([request(0, A)])
     ((sim, caches),) = seen
     losses.placed(sim, caches)
+    losses.lost([sim])
     sim.replica = 1
     losses.placed(sim, caches)
     losses.ended(sim)
     losses.ended(sim)
     assert sum(losses.tokens.values()) == 24 and not losses._open and not any(losses._on_way.values())
+
+
+def test_what_only_a_replica_that_is_gone_had_is_capacity():
+    config = {"replicas": 2, "changes": (Change.parse("leave:0@1"), Change.parse("join@2"))}
+    # Replica 0 is still answering the first request when the second one comes.
+    assert lost(watched(**config), [request(0, A, 50), request(3, A)]) == {"capacity": 23, "workload": 25}
+
+
+def test_requests_that_die_with_a_replica_leave_nothing_there():
+    config = {"replicas": 2, "changes": (Change.parse("leave:1@0"), Change.parse("join@1"), FAIL)}
+    fleet = watched(**config)
+    # Both are on replica 0 when it dies. The first was sent before, but nobody holds any of it any more: not
+    # the second one either, which is still to be placed anew.
+    assert lost(fleet, [request(0.0, A), request(0.1, A)]) == {"capacity": 23, "hit": 23, "workload": 2}
+    assert fleet.measures.moved == 2 and fleet.measures.per_replica == {2: 2}
 
 
 def test_the_run_is_the_same_with_and_without_a_journal():

@@ -57,6 +57,11 @@ class TestArrivals:
         arrivals = [ask("", 100.0), ask("", 101.0), ask("", 105.0)]
         assert clock(with_arrivals(requests, arrivals)) == [("a1", 0.0), ("b", 1.0), ("c", 5.0), ("a2", 30.0)]
 
+    def test_a_turn_without_a_time_stays_behind_the_one_before_it(self):
+        requests = [ask("a1", 100.0, "a"), ask("a2", None, "a"), ask("a3", 130.0, "a"), ask("a4", None, "a")]
+        moved = clock(with_arrivals(requests, [ask("", 0.0), ask("", 1.0)]))
+        assert moved == [("a1", 0.0), ("a2", 0.0), ("a3", 30.0), ("a4", 30.0)]
+
     def test_too_few_begin_again(self):
         requests = [ask(str(n), float(n)) for n in range(5)]
         arrivals = [ask("", 0.0), ask("", 4.0)]

@@ -201,6 +201,11 @@ class TestCommand:
         result = CliRunner().invoke(trace, ["stats", self.write(tmp_path / "a", *self.rows(0, 4000, 9000))])
         assert "66.5%" in result.stdout and "no clock" not in result.stdout
 
+    def test_a_limit_is_of_requests(self, tmp_path):
+        path = self.write(tmp_path / "a", *self.rows(0, 4000, 9000))
+        result = CliRunner().invoke(trace, ["stats", path, "--limit", "-1"])
+        assert result.exit_code == 2 and "--limit" in result.stderr
+
     def test_sessions_without_a_clock(self, tmp_path):
         said = [{"from": "human", "value": "x" * 400}, {"from": "gpt", "value": "y"}] * 2
         rows = [{"id": str(n), "conversations": said} for n in range(5)]

@@ -95,6 +95,10 @@ def test_parameters_that_cannot_be(changes):
         SynthConfig(**changes)
 
 
+def test_a_skew_without_end_leaves_one_document():
+    assert len({row["hash_ids"][0] for row in made("documents", skew=1e9)}) == 1
+
+
 def test_a_session_is_not_longer_than_the_trace():
     assert max(row["input_length"] for row in made("chat", turns=1e9)) < 10**6
 

@@ -229,6 +229,8 @@ class TestMooncake:
         [
             (mooncake(0, 5000, [1, 2]), "2 hash_ids do not fit input_length 5000 by blocks of 512"),
             (mooncake(0, 0, []), "`input_length` must be a whole number of at least 1, not 0"),
+            (mooncake(0, 2**31, []), "`input_length` must be below 2^31, not 2147483648"),
+            (mooncake(0, 2**70, [1]), "`input_length` must be below 2^31"),
             (mooncake(0, 5, ["a"]), "`hash_ids` must be a list of whole numbers"),
             (mooncake(0, 5, {}), "`hash_ids` must be a list of whole numbers"),
             ({"timestamp": 0, "hash_ids": [1]}, "no `input_length`"),
@@ -255,10 +257,10 @@ class TestBrokenLinesLeftOut:
     def test_of_mooncake_rows(self, trace):
         bad = []
         rows = [mooncake(0, 512, [1]), "{", mooncake(9, 512, ["a"]), mooncake(9, 5000, [1])]
-        path = trace(*rows, mooncake(3000, 600, [1, 2]))
+        path = trace(*rows, mooncake(9, -1, [1]), mooncake(3000, 600, [1, 2]))
         requests = list(read_trace(path, bad=bad.append))
         assert [(len(r.known_tokens()), r.timestamp_s) for r in requests] == [(512, 0.0), (600, 3.0)]
-        assert [error.line for error in bad] == [2, 3, 4]
+        assert sorted(error.line for error in bad) == [2, 3, 4, 5]
 
     def test_that_are_not_text(self, tmp_path):
         bad = []
