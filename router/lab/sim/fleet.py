@@ -226,7 +226,10 @@ class Fleet:
             config.tiers,
         )
         self.replicas.append(replica)
-        self._tellings.append(Telling(replica, self.policy.wants, config.tell_interval_s))
+        wants = self.policy.wants
+        if wants == "load" and self.measures.journal is not None:
+            wants = "fingerprint"  # the account of losses asks what the routers knew, though nobody used it
+        self._tellings.append(Telling(replica, wants, config.tell_interval_s))
         self._alive.add(number)
         self.policy.joined(number)
         self._hear(number, self._tellings[number].news(self.now, everything=True))

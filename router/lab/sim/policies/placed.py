@@ -12,11 +12,10 @@ from router.placement import Decision, Placement
 class PlacedByRouters:
     """The product's placement; requests go to the routers in turns."""
 
-    wants = "fingerprint"
-
     def __init__(
         self, policy: str, block_size: int, routers: int, clock: Callable[[], float], rng: random.Random
     ) -> None:
+        self.wants = "fingerprint" if policy == "cache_aware" else "load"
         self._routers = [
             Placement(
                 policy,
