@@ -5,12 +5,15 @@ A router keeps one bit per row and replica; the replica keeps counters, because 
 lengthens a predicted hit by a geometric tail only, and 8 to 16 bits a block with 4 hashes are plenty.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import InvalidRequest
+from kvcore.events import BlocksRemoved, BlocksStored, Cleared, Event
 from kvcore.hashing import mix, plain
 from kvcore.jit import jit
 
@@ -103,6 +106,23 @@ class CountingFilter:
         Raises `InvalidRequest`, with nothing changed, if a key was certainly never added.
         """
         return self._count(hashes, -1, "a key was removed that is not in the filter")
+
+    def follow(self, events: Sequence[Event]) -> npt.NDArray[np.int64]:
+        """Apply a cache's events, oldest first; returns the rows that flipped in the end, ascending."""
+        flips = [np.empty(0, dtype=np.int64)]
+        cleared = [place for place, event in enumerate(events) if isinstance(event, Cleared)]
+        for start, end in pairwise([0, *(place + 1 for place in cleared), len(events)]):
+            part = events[start:end]
+            # Counting everything in before anything out gives the same counts in two calls instead of many.
+            stored = [event.hashes for event in part if isinstance(event, BlocksStored)]
+            removed = [event.hashes for event in part if isinstance(event, BlocksRemoved)]
+            if stored:
+                flips.append(self.add(np.concatenate(stored)))
+            if removed:
+                flips.append(self.remove(np.concatenate(removed)))
+            if part and isinstance(part[-1], Cleared):
+                flips.append(self.clear())
+        return odd_rows(np.concatenate(flips))
 
     def clear(self) -> npt.NDArray[np.int64]:
         """Forget every key; returns the rows that were set."""

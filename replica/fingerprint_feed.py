@@ -3,14 +3,13 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.events import BlocksRemoved, BlocksStored, Cleared, Event, EventLog
+from kvcore.events import EventLog
 from kvcore.filters import CountingFilter, FilterGeometry, odd_rows
 from kvcore.fingerprint import FingerprintUpdate
 from kvcore.snapshot import Snapshot
@@ -96,24 +95,12 @@ class FingerprintFeed:
         if events is None:
             self._rebuild()
             return
-        flips = odd_rows(np.concatenate([self._apply(part) for part in _parts(events)]))
+        flips = self._filter.follow(events)
         base, self._seq = self._seq, events[-1].seq
         self._steps.append(_Step(base, self._seq, flips))
         self._weight += 1 + len(flips)
         while self._weight > max(self.geometry.rows // 8, _MIN_HISTORY):
             self._weight -= 1 + len(self._steps.popleft().flips)
-
-    def _apply(self, events: list[Event]) -> npt.NDArray[np.int64]:
-        """Apply one part of `_parts`; returns the flips it made, in any order."""
-        if isinstance(events[0], Cleared):
-            return self._filter.clear()
-        # Counting everything in before anything out gives the same counts in two calls instead of many.
-        stored = [event.hashes for event in events if isinstance(event, BlocksStored)]
-        removed = [event.hashes for event in events if isinstance(event, BlocksRemoved)]
-        flips = [self._filter.add(np.concatenate(stored))] if stored else []
-        if removed:
-            flips.append(self._filter.remove(np.concatenate(removed)))
-        return np.concatenate(flips)
 
     def _rebuild(self) -> None:
         """Start again from a snapshot: this feed itself was slower than the log is long."""
@@ -132,18 +119,3 @@ class FingerprintFeed:
         if not steps or steps[0].base_seq != seq:
             return None
         return odd_rows(np.concatenate([step.flips for step in steps]))
-
-
-def _parts(events: list[Event]) -> Iterator[list[Event]]:
-    """Cut a run of events around each `Cleared`, which stands alone."""
-    part: list[Event] = []
-    for event in events:
-        if isinstance(event, Cleared):
-            if part:
-                yield part
-            yield [event]
-            part = []
-        else:
-            part.append(event)
-    if part:
-        yield part

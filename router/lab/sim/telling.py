@@ -7,8 +7,8 @@ within `HOLD_S` (as `router.sync` does). What is told is as of then, and heard a
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.events import BlocksRemoved, BlocksStored, Cleared, Event
-from kvcore.filters import CountingFilter, FilterGeometry, odd_rows
+from kvcore.events import BlocksStored, Cleared, Event
+from kvcore.filters import CountingFilter, FilterGeometry
 from kvcore.fingerprint import FingerprintUpdate
 from router.lab.sim.policies import News
 from router.lab.sim.replica import SimReplica
@@ -43,7 +43,7 @@ class Telling:
         events = self._changes(base)
         if self._wants == "events":
             return News(None, events, load)
-        flips = self._fold(events)
+        flips = self._filter.follow(events)
         if everything:
             return News(self._update(0, True, self._filter.set_rows, flips[:0]), events, load)
         now_set = self._filter.bits_at(flips)
@@ -55,20 +55,6 @@ class Telling:
             everything = self._cache.snapshot()
             return [Cleared(self._seq), BlocksStored(self._seq, everything.hashes, None, SPACE.digest())]
         return events
-
-    def _fold(self, events: list[Event]) -> npt.NDArray[np.int64]:
-        """Bring the filter up to date; returns the rows that flipped."""
-        flips = [np.empty(0, np.int64)]
-        if events and isinstance(events[0], Cleared):
-            flips.append(self._filter.clear())
-        # Counting everything in before anything out gives the same counts in two calls instead of many.
-        stored = [event.hashes for event in events if isinstance(event, BlocksStored)]
-        removed = [event.hashes for event in events if isinstance(event, BlocksRemoved)]
-        if stored:
-            flips.append(self._filter.add(np.concatenate(stored)))
-        if removed:
-            flips.append(self._filter.remove(np.concatenate(removed)))
-        return odd_rows(np.concatenate(flips))
 
     def _update(
         self, base: int, snapshot: bool, rows: npt.NDArray[np.int64], cleared: npt.NDArray[np.int64]
