@@ -8,15 +8,13 @@ holder and nobody new may hit it).
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvcore.arrays import Tokens
 from kvcore.errors import InvalidRequest
 from kvcore.jit import jit
 
 FREE, PRIVATE, CACHED, DEAD = range(4)
 DEFAULT_LEVEL = 35
-
-BlockIds = npt.NDArray[np.int32]
 
 # 40 bytes. Valid for CACHED blocks only: hash, used_at, parent, child, left, right, uses, level. A first
 # block of a prompt has parent `-1 - space`: the root of its namespace.
@@ -61,11 +59,8 @@ STATE = np.dtype(
         ("idle_s", np.float64),  # sum over evicted blocks
         ("regrets", np.int64),
         ("regret_s", np.float64),
-        (
-            "gap_s",
-            np.float64,
-        ),  # sums over the idle times that ended in another use, of them and their squares
-        ("gap_s2", np.float64),
+        ("gap_s", np.float64),  # sums over the idle times that ended in another use, of them ...
+        ("gap_s2", np.float64),  # ... and of their squares
         ("age_s", np.float64),  # idle time of victims, smoothed
         ("published_at", np.float64),  # when `published` changed last
         ("block_seconds", np.float64),  # time that blocks have been published, summed, up to then
@@ -149,7 +144,7 @@ def give_free(pool: Pool, block: int) -> None:
 
 
 @jit
-def same_tokens(pool: Pool, block: int, wanted: npt.NDArray[np.int32], start: int) -> bool:
+def same_tokens(pool: Pool, block: int, wanted: Tokens, start: int) -> bool:
     """Whether a block holds the tokens at `start` of `wanted`, all of them."""
     tokens = pool.tokens[block]
     for i in range(len(tokens)):  # noqa: SIM110 - numba compiles no generators

@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvcore import audit, match
-from kvcore.blocks import STATE, BlockIds
+from kvcore.arrays import BlockIds, Hashes, Tokens, as_tokens, plain
+from kvcore.blocks import STATE
 from kvcore.errors import InvalidRequest, OutOfBlocks, StaleLease
 from kvcore.events import EventBatch, EventLog
 from kvcore.explain import Explanation, explain
-from kvcore.hashing import PrefixHasher, as_tokens, plain
+from kvcore.hashing import PrefixHasher
 from kvcore.lease import Lease, Prompt
-from kvcore.match import Hashes, Tokens
 from kvcore.namespace import Namespace
 from kvcore.occupancy import NO_HIT, Hit, Occupancy
 from kvcore.retention import Retention, in_order
@@ -197,7 +197,6 @@ class PrefixCache:
         """Let go of a sequence: its visible blocks can be evicted from now on, tails first. Idempotent."""
         with self._lock:
             if lease in self._state.leases:
-                lease.released = True
                 self._state.leave(lease)
 
     def clear(self, namespace: Namespace | None = None) -> int:

@@ -10,12 +10,8 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import islice
 
-import numpy as np
-import numpy.typing as npt
-
+from kvcore.arrays import Hashes
 from kvcore.errors import InvalidRequest
-
-Hashes = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, eq=False)

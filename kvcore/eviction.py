@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from kvcore import habits, index, tree
-from kvcore.blocks import CACHED, CLASSES, PRIVATE, BlockIds, Pool
+from kvcore.arrays import BlockIds
+from kvcore.blocks import CACHED, CLASSES, PRIVATE, Pool
 from kvcore.jit import jit
 
 LRU, REUSE, LFU, FIFO = range(4)

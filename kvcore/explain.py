@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kvcore import habits, index, match
+from kvcore.arrays import Tokens
 from kvcore.hashing import PrefixHasher
 from kvcore.namespace import Namespace
 from kvcore.occupancy import Occupancy
@@ -31,9 +31,7 @@ class Explanation:
     evicted_s_ago: float | None = None
 
 
-def explain(
-    state: Occupancy, hasher: PrefixHasher, tokens: npt.NDArray[np.int32], namespace: Namespace
-) -> Explanation:
+def explain(state: Occupancy, hasher: PrefixHasher, tokens: Tokens, namespace: Namespace) -> Explanation:
     """The explanation for int32[n]; changes nothing."""
     pool, size = state.pool, state.pool.tokens.shape[1]
     hashes = hasher.block_hashes(tokens, size, hasher.root(namespace))

@@ -12,14 +12,15 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from kvcore.arrays import Hashes, Rows, plain
 from kvcore.errors import InvalidRequest
 from kvcore.events import BlocksRemoved, BlocksStored, Cleared, Event
-from kvcore.hashing import mix, plain
+from kvcore.hashing import mix
 from kvcore.jit import jit
 
 _MASK64 = (1 << 64) - 1
 _LOW32 = np.uint64(0xFFFFFFFF)
-_COUNTER = np.uint16
+Counts = npt.NDArray[np.uint16]
 _MOST = 65_535
 
 
@@ -43,7 +44,7 @@ class FilterGeometry:
             raise InvalidRequest(f"num_blocks must be at least 1, not {num_blocks}")
         return cls(rows=1 << (8 * num_blocks - 1).bit_length())
 
-    def rows_of(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    def rows_of(self, hashes: Hashes) -> Rows:
         """Rows of each key: uint64[n] -> int64[n, K], row k = (lo32 + k * (hi32 | 1)) mod rows.
 
         Double hashing as in Kirsch and Mitzenmacher, ESA 2006. Rows for a smaller power of two are these rows
@@ -65,7 +66,7 @@ def column_digest(rows: npt.NDArray[np.integer]) -> int:
     return int(_mixed_sum(np.asarray(rows).astype(np.uint64)))
 
 
-def odd_rows(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def odd_rows(rows: Rows) -> Rows:
     """The rows that occur an odd number of times, ascending: the net effect of flips."""
     rows = np.sort(rows)
     return rows[: _keep_odd(rows)]
@@ -77,37 +78,32 @@ class CountingFilter:
     def __init__(self, geometry: FilterGeometry) -> None:
         self.geometry = geometry
         self.digest = 0  # column_digest of the set rows, kept up to date from flips
-        self._counts = np.zeros(geometry.rows, dtype=_COUNTER)
+        self._counts = np.zeros(geometry.rows, dtype=np.uint16)
 
-    @property
-    def bits(self) -> npt.NDArray[np.bool_]:
-        """bool[rows], a new array: true where at least one key touches the row."""
-        return self._counts > 0
-
-    def bits_at(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """bool[m]: the bits of the given rows int64[m]."""
+    def bits_at(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """The bits of rows int64[...], in their shape: true where at least one key touches the row."""
         return self._counts[rows] > 0
 
     @property
-    def set_rows(self) -> npt.NDArray[np.int64]:
+    def set_rows(self) -> Rows:
         """int64[m], ascending: the rows whose bit is set."""
         return np.flatnonzero(self._counts)
 
-    def add(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    def add(self, hashes: Hashes) -> Rows:
         """Count keys uint64[n] in; returns the rows that became set.
 
         Raises `InvalidRequest`, with nothing changed, if a counter would overflow (a key added 65,535 times).
         """
         return self._count(hashes, 1, "a filter counter would overflow: keys must be added once")
 
-    def remove(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    def remove(self, hashes: Hashes) -> Rows:
         """Count keys uint64[n] out; returns the rows that became clear.
 
         Raises `InvalidRequest`, with nothing changed, if a key was certainly never added.
         """
         return self._count(hashes, -1, "a key was removed that is not in the filter")
 
-    def follow(self, events: Sequence[Event]) -> npt.NDArray[np.int64]:
+    def follow(self, events: Sequence[Event]) -> Rows:
         """Apply a cache's events, oldest first; returns the rows that flipped in the end, ascending."""
         flips = [np.empty(0, dtype=np.int64)]
         cleared = [place for place, event in enumerate(events) if isinstance(event, Cleared)]
@@ -124,14 +120,14 @@ class CountingFilter:
                 flips.append(self.clear())
         return odd_rows(np.concatenate(flips))
 
-    def clear(self) -> npt.NDArray[np.int64]:
+    def clear(self) -> Rows:
         """Forget every key; returns the rows that were set."""
         flipped = self.set_rows
         self._counts[:] = 0
         self.digest = 0
         return flipped
 
-    def _count(self, hashes: npt.NDArray[np.uint64], step: int, refusal: str) -> npt.NDArray[np.int64]:
+    def _count(self, hashes: Hashes, step: int, refusal: str) -> Rows:
         flipped = np.empty(len(hashes) * self.geometry.hashes, dtype=np.int64)
         found = _count(self._counts, plain(hashes), self.geometry.hashes, step, flipped)
         if found < 0:
@@ -144,13 +140,7 @@ class CountingFilter:
 
 
 @jit
-def _count(
-    counts: npt.NDArray[np.uint16],
-    hashes: npt.NDArray[np.uint64],
-    per_hash: int,
-    step: int,
-    flipped: npt.NDArray[np.int64],
-) -> int:
+def _count(counts: Counts, hashes: Hashes, per_hash: int, step: int, flipped: Rows) -> int:
     """Add `step`, 1 or -1, to the counters of all rows of all keys, and say which became 1 or 0; returns how
     many did, or -1, with nothing changed, when a counter would leave its range."""
     mask, edge, found = np.uint64(len(counts) - 1), 1 if step > 0 else 0, 0
@@ -169,7 +159,7 @@ def _count(
 
 
 @jit
-def _mixed_sum(rows: npt.NDArray[np.uint64]) -> np.uint64:
+def _mixed_sum(rows: Hashes) -> np.uint64:
     total = np.uint64(0)
     for row in rows:
         total += mix(row)
@@ -184,7 +174,7 @@ def _row(value: np.uint64, number: int, mask: np.uint64) -> np.int64:
 
 
 @jit
-def _keep_odd(rows: npt.NDArray[np.int64]) -> int:
+def _keep_odd(rows: Rows) -> int:
     """Move what occurs an odd number of times in ascending rows to the front; returns how many there are."""
     kept, start = 0, 0
     for place in range(1, len(rows) + 1):

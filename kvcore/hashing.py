@@ -20,6 +20,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from kvcore.arrays import Hashes, Tokens, as_tokens
 from kvcore.errors import InvalidRequest
 from kvcore.jit import jit
 from kvcore.namespace import Namespace
@@ -29,32 +30,6 @@ logger = logging.getLogger(__name__)
 _MUL1 = np.uint64(0xBF58476D1CE4E5B9)
 _MUL2 = np.uint64(0x94D049BB133111EB)
 _S27, _S29, _S30, _S31 = (np.uint64(s) for s in (27, 29, 30, 31))
-
-
-def splitmix64(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Finalizer of splitmix64 on uint64[n]; a bijection of 64-bit words with 0 -> 0. Returns a new array."""
-    z = (z ^ (z >> _S30)) * _MUL1
-    z ^= z >> _S27
-    z *= _MUL2
-    z ^= z >> _S31
-    return z
-
-
-def as_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
-    """int32[n] from any one-dimensional array of integers that fit; raises `InvalidRequest`."""
-    array = np.asarray(tokens)
-    if array.dtype == np.int32 and array.ndim == 1:
-        return plain(array)
-    if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
-        raise InvalidRequest("tokens must be a one-dimensional array of integers")
-    if len(array) and (int(array.min()) < -(1 << 31) or int(array.max()) >= 1 << 31):
-        raise InvalidRequest("tokens must fit in 32 bits")
-    return array.astype(np.int32)
-
-
-def plain(array: npt.NDArray) -> npt.NDArray:
-    """The array, or a copy that is contiguous, aligned and writable: the kind compiled code is made for."""
-    return array if array.flags.carray else array.copy()
 
 
 class PrefixHasher:
@@ -92,9 +67,7 @@ class PrefixHasher:
         """The same from `Namespace.digest()`."""
         return self._root(digest)
 
-    def block_hashes(
-        self, tokens: npt.NDArray[np.int32], block_size: int, root: int
-    ) -> npt.NDArray[np.uint64]:
+    def block_hashes(self, tokens: Tokens, block_size: int, root: int) -> Hashes:
         """Hashes of all full blocks: int32[n] -> uint64[n // block_size]. A partial tail has no hash."""
         chain = self.chain(block_size, root)
         return chain.extend(tokens[: len(tokens) // block_size * block_size])
@@ -117,16 +90,15 @@ class PrefixHasher:
         return words[:block_size], odd[block_size:-1], odd[-1]
 
 
-_Constants = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], np.uint64]
+_Words = npt.NDArray[np.uint64]
+_Constants = tuple[_Words, _Words, np.uint64]
 
 
 class PrefixChain:
     """The running state of one prefix, so that a growing sequence hashes only its new blocks."""
 
-    __slots__ = ("_add", "_length", "_mask", "_mul", "_root", "_step", "_sum")
-
     def __init__(self, constants: _Constants, root: np.uint64, mask: np.uint64) -> None:
-        self._add, self._mul, self._step = constants
+        self._constants = constants
         self._root = root
         self._mask = mask
         self._sum = np.uint64(0)  # s[k-1] of the module docstring
@@ -134,27 +106,27 @@ class PrefixChain:
 
     def copy(self) -> "PrefixChain":
         """The same state, to go on from independently."""
-        twin = PrefixChain((self._add, self._mul, self._step), self._root, self._mask)
+        twin = PrefixChain(self._constants, self._root, self._mask)
         twin._sum, twin._length = self._sum, self._length
         return twin
 
-    def extend(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
+    def extend(self, tokens: Tokens) -> Hashes:
         """Hash the next full blocks: int32[m * block_size] -> uint64[m].
 
         Raises `InvalidRequest` when `tokens` is no whole number of blocks.
         """
-        size, tokens = len(self._add), as_tokens(tokens)
+        size, tokens = len(self._constants[0]), as_tokens(tokens)
         count, rest = divmod(len(tokens), size)
         if rest:
             raise InvalidRequest(f"{len(tokens)} tokens are no whole number of blocks of {size}")
         hashes = np.empty(count, dtype=np.uint64)
         place = np.uint64(self._length + 1)
-        self._sum = np.uint64(_extend(tokens, self._add, self._mul, self._step, place, self._sum, hashes))
+        self._sum = np.uint64(_extend(tokens, self._constants, place, self._sum, hashes))
         self._length += count
         _finish(hashes, self._root, self._mask)
         return hashes
 
-    def last_below(self, roots: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    def last_below(self, roots: Hashes) -> Hashes:
         """The hash that the last block has in the chains of other roots: uint64[n] -> uint64[n].
 
         What comes before the root in a hash is the same for all, so a long prefix is hashed once.
@@ -174,15 +146,10 @@ def mix(z: np.uint64) -> np.uint64:
 
 @jit
 def _extend(
-    tokens: npt.NDArray[np.int32],
-    add: npt.NDArray[np.uint64],
-    mul: npt.NDArray[np.uint64],
-    step: np.uint64,
-    place: np.uint64,
-    total: np.uint64,
-    sums: npt.NDArray[np.uint64],
+    tokens: Tokens, constants: _Constants, place: np.uint64, total: np.uint64, sums: Hashes
 ) -> np.uint64:
     """Write s of the module docstring for the next blocks; returns the last one (or `total` for none)."""
+    add, mul, step = constants
     size = len(add)
     for k in range(len(sums)):
         content = np.uint64(0)
@@ -196,7 +163,7 @@ def _extend(
 
 
 @jit
-def _finish(sums: npt.NDArray[np.uint64], root: np.uint64, mask: np.uint64) -> None:
+def _finish(sums: Hashes, root: np.uint64, mask: np.uint64) -> None:
     """From running sums to hashes, in place."""
     for k in range(len(sums)):
         sums[k] = mix(sums[k] + root) & mask

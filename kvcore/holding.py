@@ -7,9 +7,10 @@ blocks to take and of room in the heap.
 import numpy as np
 
 from kvcore import eviction, habits, index, tree
-from kvcore.blocks import CACHED, DEAD, DEFAULT_LEVEL, PRIVATE, BlockIds, Pool, give_free, take_free
+from kvcore.arrays import BlockIds, Hashes, Tokens
+from kvcore.blocks import CACHED, DEAD, DEFAULT_LEVEL, PRIVATE, Pool, give_free, take_free
 from kvcore.jit import jit
-from kvcore.match import Hashes, Tokens, find, is_block_of
+from kvcore.match import find, is_block_of
 
 
 @jit

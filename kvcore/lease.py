@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.blocks import BlockIds
+from kvcore.arrays import BlockIds, Hashes, Tokens
 from kvcore.hashing import PrefixChain, PrefixHasher
 from kvcore.namespace import Namespace
 from kvcore.retention import Retention
@@ -21,9 +21,9 @@ class Prompt(NamedTuple):
     to keep which tokens.
     """
 
-    tokens: npt.NDArray[np.int32]
+    tokens: Tokens
     namespace: Namespace
-    hashes: npt.NDArray[np.uint64] | None = None
+    hashes: Hashes | None = None
     read: bool = True
     publish: bool = True
     retention: tuple[Retention, ...] = ()
@@ -50,28 +50,6 @@ class Lease:
     still be read, and mean nothing.
     """
 
-    __slots__ = (
-        "_block_ids",
-        "_chain",
-        "_hash_buffer",
-        "_hashed",
-        "_hasher",
-        "_num_blocks",
-        "_num_tokens",
-        "_token_buffer",
-        "block_size",
-        "cached_tokens",
-        "computed",
-        "copy",
-        "namespace",
-        "published",
-        "publishing",
-        "reading",
-        "released",
-        "retention",
-        "space",
-    )
-
     def __init__(self, prompt: Prompt, hasher: PrefixHasher, block_size: int) -> None:
         """Own a copy of the prompt's tokens, hash its full blocks unless it brings hashes or needs none."""
         self._token_buffer = prompt.tokens.copy()
@@ -93,13 +71,12 @@ class Lease:
         self.reading = prompt.read
         self.publishing = prompt.publish  # False: nothing more of this sequence becomes visible
         self.retention = prompt.retention
-        self.released = False
 
     def __len__(self) -> int:
         return self._num_tokens
 
     @property
-    def tokens(self) -> npt.NDArray[np.int32]:
+    def tokens(self) -> Tokens:
         """int32[n]: the recorded tokens, a view."""
         return self._token_buffer[: self._num_tokens]
 
@@ -109,11 +86,11 @@ class Lease:
         return self._block_ids[: self._num_blocks]
 
     @property
-    def hashes(self) -> npt.NDArray[np.uint64]:
+    def hashes(self) -> Hashes:
         """uint64[n // block_size]: prefix hashes of the recorded full blocks, a view."""
         return self.hashes_to(self._num_tokens // self.block_size)
 
-    def hashes_to(self, count: int) -> npt.NDArray[np.uint64]:
+    def hashes_to(self, count: int) -> Hashes:
         """uint64[count]: prefix hashes of the first `count` full blocks; computes those not known yet."""
         if count > self._hashed:
             size = self.block_size
@@ -127,7 +104,7 @@ class Lease:
             self._hashed = count
         return self._hash_buffer[:count]
 
-    def record(self, tokens: npt.NDArray[np.int32], blocks: BlockIds) -> None:
+    def record(self, tokens: Tokens, blocks: BlockIds) -> None:
         """Append tokens and the blocks they need beyond those of the table."""
         end = self._num_tokens + len(tokens)
         self._token_buffer = _with_room(self._token_buffer, self._num_tokens, end)

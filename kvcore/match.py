@@ -7,14 +7,11 @@ and never hands out another prompt's KV.
 """
 
 import numpy as np
-import numpy.typing as npt
 
 from kvcore import index, tree
+from kvcore.arrays import BlockIds, Hashes, Tokens
 from kvcore.blocks import Pool, same_tokens
 from kvcore.jit import jit
-
-Tokens = npt.NDArray[np.int32]
-Hashes = npt.NDArray[np.uint64]
 
 
 @jit
@@ -43,9 +40,7 @@ def is_block_of(pool: Pool, block: int, parent: int, tokens: Tokens, start: int)
 
 
 @jit
-def _climb(
-    pool: Pool, block: int, depth: int, tokens: Tokens, space: int, table: npt.NDArray[np.int32]
-) -> bool:
+def _climb(pool: Pool, block: int, depth: int, tokens: Tokens, space: int, table: BlockIds) -> bool:
     """Whether `block` ends the chain that holds the first `depth` blocks of `tokens`; writes the chain."""
     for i in range(depth - 1, -1, -1):
         if block < 0 or not same_tokens(pool, block, tokens, i * pool.tokens.shape[1]):
@@ -56,7 +51,7 @@ def _climb(
 
 
 @jit
-def match(pool: Pool, tokens: Tokens, hashes: Hashes, space: int, table: npt.NDArray[np.int32]) -> int:
+def match(pool: Pool, tokens: Tokens, hashes: Hashes, space: int, table: BlockIds) -> int:
     """The longest published prefix: how many blocks; their ids are written to the front of `table`.
 
     `hashes` uint64[m] are those of the first m blocks of `tokens`; `table` has room for m ids.
@@ -75,9 +70,7 @@ def match(pool: Pool, tokens: Tokens, hashes: Hashes, space: int, table: npt.NDA
 
 
 @jit
-def find(
-    pool: Pool, tokens: Tokens, hashes: Hashes, space: int, table: npt.NDArray[np.int32]
-) -> tuple[int, int, int]:
+def find(pool: Pool, tokens: Tokens, hashes: Hashes, space: int, table: BlockIds) -> tuple[int, int, int]:
     """The hit: full blocks (written to `table`), a block to copy from or -1, and how many of its tokens.
 
     At least the last token is left over. Tokens of a `space` of -1, which nobody uses, hit nothing.

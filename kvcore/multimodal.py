@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from kvcore.arrays import Tokens, as_tokens
 from kvcore.errors import InvalidRequest
-from kvcore.hashing import as_tokens
 
 _MIN_LENGTH = 4  # pseudo tokens of 31 bits: fewer would not carry a digest
-_WORDS = 16  # pseudo tokens from one call of blake2b
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Media:
             )
 
 
-def with_media(tokens: npt.NDArray[np.int32], items: Sequence[Media]) -> npt.NDArray[np.int32]:
+def with_media(tokens: Tokens, items: Sequence[Media]) -> Tokens:
     """A copy of int32[n] in which each item's places hold its pseudo tokens.
 
     Raises `InvalidRequest` for items that overlap or end after the prompt, and for negative tokens, which
@@ -59,13 +57,8 @@ def with_media(tokens: npt.NDArray[np.int32], items: Sequence[Media]) -> npt.NDA
     return out
 
 
-def _pseudo_tokens(item: Media) -> npt.NDArray[np.int32]:
-    """int32[length]: blake2b of digest, length and a counter, 31 bits a token, all negative."""
-    seed = hashlib.blake2b(item.digest + item.length.to_bytes(8, "little"), person=b"warmroute.media")
-    parts = []
-    for count in range(-(-item.length // _WORDS)):
-        state = seed.copy()
-        state.update(count.to_bytes(8, "little"))
-        parts.append(state.digest())
-    words = np.frombuffer(b"".join(parts), dtype="<u4")[: item.length]
+def _pseudo_tokens(item: Media) -> Tokens:
+    """int32[length]: SHAKE-256 of length and digest, 31 bits a token, all negative."""
+    stream = hashlib.shake_256(b"warmroute.media" + item.length.to_bytes(8, "little") + item.digest)
+    words = np.frombuffer(stream.digest(4 * item.length), dtype="<u4")
     return (words | np.uint32(1 << 31)).astype(np.uint32).view(np.int32)

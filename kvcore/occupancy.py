@@ -7,10 +7,10 @@ counters.
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
 from kvcore import eviction, holding
-from kvcore.blocks import CACHED, DEAD, BlockIds, check_sizes, make_pool
+from kvcore.arrays import BlockIds, Tokens
+from kvcore.blocks import CACHED, DEAD, check_sizes, make_pool
 from kvcore.errors import InvalidRequest, OutOfBlocks
 from kvcore.events import EventLog
 from kvcore.index import make_slots
@@ -98,7 +98,7 @@ class Occupancy:
         self._retain(lease, 0, depth)
         self._count(lease, common)
 
-    def append(self, lease: Lease, tokens: npt.NDArray[np.int32]) -> None:
+    def append(self, lease: Lease, tokens: Tokens) -> None:
         """Record tokens and take their blocks, one more if they begin in one that others hold or hit."""
         place, inside = divmod(lease.computed, self._block_size)
         shared = bool(inside and len(tokens)) and holding.is_shared(self.pool, int(lease.blocks[place]))

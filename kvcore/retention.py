@@ -12,7 +12,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvcore.blocks import CACHED, DEFAULT_LEVEL, BlockIds, Pool
+from kvcore.arrays import BlockIds
+from kvcore.blocks import CACHED, DEFAULT_LEVEL, Pool
 from kvcore.errors import InvalidRequest
 from kvcore.eviction import push_leaves, roomy
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvcore.arrays import Hashes
 from kvcore.blocks import CACHED
 from kvcore.occupancy import Occupancy
 
@@ -19,7 +20,7 @@ class Snapshot:
 
     epoch: int
     seq: int
-    hashes: npt.NDArray[np.uint64]
+    hashes: Hashes
     parents: npt.NDArray[np.int32]
     owners: npt.NDArray[np.int32]
     namespaces: tuple[bytes, ...]

@@ -6,8 +6,8 @@ one child, which then is a tree of one. Roots are in the parent block, or in the
 """
 
 import numpy as np
-import numpy.typing as npt
 
+from kvcore.arrays import Tokens
 from kvcore.blocks import Pool
 from kvcore.jit import jit
 
@@ -27,7 +27,7 @@ def _set_first_child(pool: Pool, parent: int, block: int) -> None:
 
 
 @jit
-def closest(pool: Pool, parent: int, wanted: npt.NDArray[np.int32], start: int, end: int) -> tuple[int, int]:
+def closest(pool: Pool, parent: int, wanted: Tokens, start: int, end: int) -> tuple[int, int]:
     """The child that shares most tokens with wanted[start:end], at most a block, and how many; or (-1, 0).
 
     The nearest ones in the order lie on the search path, so that is all that has to be looked at.

@@ -81,7 +81,7 @@ def test_agrees_with_the_filters_themselves(length, replicas):
         source = Source(FilterGeometry(int(rng.choice([2048, 8192, 16384]))))
         source.filter.add(np.concatenate([prompt[: rng.integers(0, length + 1)], keys(200, int(replica))]))
         assert fingerprints.apply(str(replica), source.snapshot())
-        held = source.filter.bits[source.filter.geometry.rows_of(prompt)].all(axis=1)
+        held = source.filter.bits_at(source.filter.geometry.rows_of(prompt)).all(axis=1)
         true[replica] = length if held.all() else held.argmin()
     assert fingerprints.match(prompt)[:replicas].tolist() == true.tolist()
 

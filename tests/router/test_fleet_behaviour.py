@@ -44,7 +44,8 @@ class Replica:
         self.rate, self.step_s, self.chunk = rate, step_s, chunk
         self.cache: OrderedDict[int, float] = OrderedDict()
         self.filter = CountingFilter(FilterGeometry.for_blocks(blocks))
-        self.published = self.filter.bits
+        self.rows = np.arange(self.filter.geometry.rows)
+        self.published = self.filter.bits_at(self.rows)
         self.seq = self.published_seq = 0
         self.waiting: deque[Prompt] = deque()
         self.running: list[Prompt] = []
@@ -118,7 +119,7 @@ class Replica:
     def poll(self, snapshot=False):
         update = None
         if snapshot or self.seq != self.published_seq:
-            bits = self.filter.bits
+            bits = self.filter.bits_at(self.rows)
             before = np.zeros_like(bits) if snapshot else self.published
             rows = np.flatnonzero(bits != before).astype(np.uint32)
             update = FingerprintUpdate(
