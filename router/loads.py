@@ -35,7 +35,7 @@ MEASURED_TOKENS = 4096
 """Prompt tokens that a replica must have computed before its own rate is believed. Until then its warm-up,
 while others started on the same machine, would decide who gets work, and nothing would ever correct it."""
 
-HORIZON_TOKENS = 32
+HORIZON_TOKENS = 8
 """Output tokens over which the slower decode steps at a busy replica are counted."""
 
 _FIELDS = ("rate", "token_s", "attention", "horizon_s", "others_work", "others_requests", "since", "age_s",

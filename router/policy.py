@@ -44,8 +44,10 @@ Vector = npt.NDArray[np.float64]
 
 BETA = 5.0
 """Seconds of waiting that one second of recomputing weighs where it evicts other blocks."""
-CROWD = 0.4
+CROWD = 0.3
 """Share of the requests at a replica that a prefill there delays by as long as it takes."""
+COPIES = 8
+"""Replicas that compute a new prefix at the same time; each further one would shorten the queues little."""
 NEAR = 0.1
 """Costs that differ by less than this part of the time to compute what misses count as equal."""
 
@@ -148,7 +150,10 @@ class CacheAware:
             if self._has_waited_enough(s, best, relief):
                 slots = (there_s <= there_s[relief] + near_s).nonzero()[0]
                 return Choice(self._oldest(s, slots)[0], "load", cost)
-        slots = (cost <= cost[best] + near_s).nonzero()[0]
+        if s.pending_tokens is not None and _is_new(s, s.pending_tokens, best):
+            slots = _spread(s, s.pending_tokens, best, there_s, room)
+        else:
+            slots = (cost <= cost[best] + near_s).nonzero()[0]
         slot, by_age = self._oldest(s, slots)
         return Choice(slot, _reason(s, slot, len(slots) > 1, by_age), cost)
 
@@ -231,6 +236,27 @@ class RoundRobin:
         later = slots[slots > self._last]
         self._last = int(later[0] if len(later) else slots[0])
         return Choice(self._last, "round_robin")
+
+
+def _is_new(s: Situation, pending: npt.NDArray[np.int64], best: int) -> bool:
+    """Whether the prefix that `best` is expected to have is still being computed wherever it will be."""
+    half = 0.5 * float(s.hit_tokens[best])
+    return float(pending[best]) > half > float(((s.hit_tokens - pending) * s.allowed).max())
+
+
+def _spread(
+    s: Situation, pending: npt.NDArray[np.int64], best: int, there_s: Vector, room: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.intp]:
+    """Where requests are fewest, of the replicas that compute a new prefix and a few more that may join them:
+    those that compute nothing now, have free blocks and would need at most twice the time."""
+    computing = 2 * pending > s.hit_tokens[best]
+    able = computing
+    if np.count_nonzero(computing) < COPIES:
+        able = computing | ((s.wait_work <= 0.0) & room)
+    slots = (able & (there_s <= 2.0 * there_s[best])).nonzero()[0]
+    requests = s.requests.take(slots)
+    few: npt.NDArray[np.intp] = slots[requests == requests.min()]
+    return few
 
 
 def _coming(s: Situation, pending: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

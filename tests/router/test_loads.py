@@ -207,4 +207,4 @@ def test_the_decode_cost_is_what_a_sequence_adds():
     _, loads = one()
     before = loads.horizon_s[0]
     loads.report("a", 0, report(decode_row_s=0.002))
-    assert loads.horizon_s[0] == 32 * 0.002 != before
+    assert loads.horizon_s[0] == 8 * 0.002 != before

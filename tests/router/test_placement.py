@@ -382,15 +382,37 @@ def test_among_holders_the_one_with_fewer_requests_decodes():
 
 def test_a_copy_that_is_there_is_better_than_one_that_is_coming():
     placement, hashes = placement_of(2), prompt(20)
-    placement.update("r1", None, load(decode_row_s=0.0105))
+    placement.update("r1", None, load(decode_row_s=0.042))
     placement.update("r0", None, load(running=1, waiting=1, waiting_tokens=9000))
     assert placement.place(hashes, 325).replica_id == "r1", "it computes the prefix now"
-    placement.update("r0", snapshot(hashes), load(running=2, decode_row_s=0.0105))
+    placement.update("r0", snapshot(hashes), load(running=2, decode_row_s=0.042))
     # There: 2 requests that decode, 0.672 s. Here: one, 0.336 s, and 0.325 s until the prefix is computed.
     ready, coming = placement.place(hashes, 325).candidates()
     assert (ready.replica_id, coming.replica_id) == ("r0", "r1")
     assert coming.wait_s == pytest.approx(0.325)
     assert coming.cost_s - ready.cost_s == pytest.approx(0.336 + 0.325 + 0.32 - 0.672, abs=0.02)
+
+
+def test_while_a_new_prefix_is_computed_free_idle_replicas_join():
+    """Up to eight, fewest requests first; full, busy and late ones do not."""
+    placement, prefix = placement_of(12), prompt(20)
+    for i in range(12):
+        placement.update(f"r{i}", None, load(free=100, cached=0, decode_row_s=0.0))
+    placement.update("r9", None, load(free=3, cached=97, decode_row_s=0.0))
+    placement.update("r10", None, load(free=100, cached=0, waiting=1, waiting_tokens=10))
+    siblings = [np.concatenate([prefix, prompt(1, 2 + i)]) for i in range(24)]
+    placed = [placement.place(hashes, 337) for hashes in siblings[:8]]
+    placement.test_clock.now += 0.1
+    placed += [placement.place(hashes, 337) for hashes in siblings[8:]]
+    assert sorted(Counter(d.replica_id for d in placed).values()) == [3] * 8
+    assert not {"r9", "r10"} & {d.replica_id for d in placed}
+    assert Counter(d.predicted_tokens for d in placed) == {0: 8, 320: 16}
+    late, hashes = placement_of(2), prompt(20)
+    for i in range(2):
+        late.update(f"r{i}", None, load(free=100, cached=0))
+    home = late.place(hashes, 320).replica_id
+    late.test_clock.now += 0.2  # of 0.32 s: computing it elsewhere takes more than twice what is left
+    assert late.place(hashes, 320).replica_id == home
 
 
 def test_a_free_replica_takes_a_copy_earlier_than_a_full_one():
