@@ -1,6 +1,7 @@
 """Figures of a cache: what its blocks are doing now, and counters since it was made."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass
@@ -16,6 +17,15 @@ class Counters:
     cleared: int = 0  # blocks removed by clear
     deduplicated: int = 0  # blocks given back because an identical one was published first
     collisions: int = 0  # sequences that stopped publishing because another prefix has their hash
+
+
+class Room(NamedTuple):
+    """How full a cache is, as `CacheStats` has it, for those who ask all the time."""
+
+    free: int
+    cached: int
+    held: int
+    eviction_age_s: float | None
 
 
 @dataclass
