@@ -7,13 +7,12 @@ lengthens a predicted hit by a geometric tail only, and 8 to 16 bits a block wit
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import InvalidRequest
-from kvcore.events import BlocksRemoved, BlocksStored, Cleared, Event
+from kvcore.events import BlocksRemoved, BlocksStored, Event
 from kvcore.hashing import mix, plain
 from kvcore.jit import jit
 
@@ -62,7 +61,7 @@ def column_digest(rows: npt.NDArray[np.integer]) -> int:
 
     A sum, so that both sides update it from row flips alone, in any order.
     """
-    return int(_mixed_sum(np.asarray(rows).astype(np.uint64)))
+    return int(_mixed_sum(np.asarray(rows).astype(np.uint64))) if len(rows) else 0
 
 
 def odd_rows(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -109,20 +108,33 @@ class CountingFilter:
 
     def follow(self, events: Sequence[Event]) -> npt.NDArray[np.int64]:
         """Apply a cache's events, oldest first; returns the rows that flipped in the end, ascending."""
-        flips = [np.empty(0, dtype=np.int64)]
-        cleared = [place for place, event in enumerate(events) if isinstance(event, Cleared)]
-        for start, end in pairwise([0, *(place + 1 for place in cleared), len(events)]):
-            part = events[start:end]
-            # Counting everything in before anything out gives the same counts in two calls instead of many.
-            stored = [event.hashes for event in part if isinstance(event, BlocksStored)]
-            removed = [event.hashes for event in part if isinstance(event, BlocksRemoved)]
-            if stored:
-                flips.append(self.add(np.concatenate(stored)))
-            if removed:
-                flips.append(self.remove(np.concatenate(removed)))
-            if part and isinstance(part[-1], Cleared):
+        stored: list[npt.NDArray[np.uint64]] = []
+        removed: list[npt.NDArray[np.uint64]] = []
+        flips: list[npt.NDArray[np.int64]] = []
+        for event in events:
+            if isinstance(event, BlocksStored):
+                stored.append(event.hashes)
+            elif isinstance(event, BlocksRemoved):
+                removed.append(event.hashes)
+            else:
+                flips += self._add_and_remove(stored, removed)
                 flips.append(self.clear())
-        return odd_rows(np.concatenate(flips))
+                stored, removed = [], []
+        flips += self._add_and_remove(stored, removed)
+        if len(flips) == 1:  # none can have flipped twice
+            return flips[0]
+        return odd_rows(np.concatenate(flips)) if flips else np.empty(0, dtype=np.int64)
+
+    def _add_and_remove(
+        self, stored: list[npt.NDArray[np.uint64]], removed: list[npt.NDArray[np.uint64]]
+    ) -> list[npt.NDArray[np.int64]]:
+        # Counting everything in before anything out gives the same counts in two calls instead of many.
+        flips = []
+        if stored:
+            flips.append(self.add(np.concatenate(stored)))
+        if removed:
+            flips.append(self.remove(np.concatenate(removed)))
+        return flips
 
     def clear(self) -> npt.NDArray[np.int64]:
         """Forget every key; returns the rows that were set."""
@@ -133,13 +145,13 @@ class CountingFilter:
 
     def _count(self, hashes: npt.NDArray[np.uint64], step: int, refusal: str) -> npt.NDArray[np.int64]:
         flipped = np.empty(len(hashes) * self.geometry.hashes, dtype=np.int64)
-        found = _count(self._counts, plain(hashes), self.geometry.hashes, step, flipped)
+        found, digest = _count(self._counts, plain(hashes), self.geometry.hashes, step, flipped)
         if found < 0:
             raise InvalidRequest(refusal)
         flipped = flipped[:found]
         flipped.sort()
         # Either all flips of one call set rows or all clear them, so one sign holds for the whole change.
-        self.digest = (self.digest + step * column_digest(flipped)) & _MASK64
+        self.digest = (self.digest + step * int(digest)) & _MASK64
         return flipped
 
 
@@ -150,22 +162,23 @@ def _count(
     per_hash: int,
     step: int,
     flipped: npt.NDArray[np.int64],
-) -> int:
+) -> tuple[int, np.uint64]:
     """Add `step`, 1 or -1, to the counters of all rows of all keys, and say which became 1 or 0; returns how
-    many did, or -1, with nothing changed, when a counter would leave its range."""
-    mask, edge, found = np.uint64(len(counts) - 1), 1 if step > 0 else 0, 0
+    many did, and their digest; or -1, with nothing changed, when a counter would leave its range."""
+    mask, edge, found, digest = np.uint64(len(counts) - 1), 1 if step > 0 else 0, 0, np.uint64(0)
     for place in range(len(hashes) * per_hash):
         row = _row(hashes[place // per_hash], place % per_hash, mask)
         new = np.int64(counts[row]) + step
         if new < 0 or new > _MOST:
             for done in range(place):
                 counts[_row(hashes[done // per_hash], done % per_hash, mask)] -= np.uint16(step)
-            return -1
+            return -1, digest
         counts[row] = new
         if new == edge:
             flipped[found] = row
             found += 1
-    return found
+            digest += mix(np.uint64(row))
+    return found, digest
 
 
 @jit

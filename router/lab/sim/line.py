@@ -69,16 +69,30 @@ class Line:
 
     def look(self, request: SimRequest) -> None:
         """See how much of a request is cached now."""
-        if self._seq != self._cache.seq:
-            self._follow_events()
-        if request in self._known:
-            return
+        self._follow_events()
+        if request not in self._known:
+            self._probe(request)
+
+    def first(self, most: int) -> Iterator[SimRequest]:
+        """The oldest ones, so many at most, each looked at when its turn comes."""
+        self._follow_events()
+        for request in self.requests[:most]:
+            if request not in self._known:
+                self._probe(request)
+            yield request
+
+    def _probe(self, request: SimRequest) -> None:
         hit = self._cache.probe(request.tokens, SPACE, request.hashes)
         if hit != request.hit:
             self._weigh(request, -1)
             request.hit = hit
             self._weigh(request, 1)
-        self._know(request)
+        depth, inside = divmod(hit, self._cache.block_size)
+        end = int(request.hashes[depth - 1]) if depth else None
+        self._known[request] = end
+        self._by_end[end].add(request)
+        if inside:
+            self._by_end[_INSIDE].add(request)
 
     def _weigh(self, request: SimRequest, sign: int) -> None:
         total = request.num_tokens
@@ -89,6 +103,8 @@ class Line:
 
     def _follow_events(self) -> None:
         """Forget the hits that may be others by now."""
+        if self._seq == self._cache.seq:
+            return
         events = self._cache.events.since(self._cache.epoch, self._seq) if self._known else []
         self._seq = self._cache.seq
         if events is None:  # more than the log holds
@@ -101,14 +117,6 @@ class Line:
                 self._changed([*event.hashes.tolist(), _INSIDE])
             else:
                 self._forget_all(list(self._known))
-
-    def _know(self, request: SimRequest) -> None:
-        depth, inside = divmod(request.hit, self._cache.block_size)
-        end = int(request.hashes[depth - 1]) if depth else None
-        self._known[request] = end
-        self._by_end[end].add(request)
-        if inside:
-            self._by_end[_INSIDE].add(request)
 
     def _changed(self, ends: list[int | None]) -> None:
         for end in ends:

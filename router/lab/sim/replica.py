@@ -205,8 +205,7 @@ class SimReplica:
     def _ready_in_line(self) -> list[SimRequest]:
         """The first of the line that need not wait for another; none while the first one lacks blocks."""
         ready: list[SimRequest] = []
-        for request in self.waiting.requests[:_EXPRESS_LINE]:
-            self.waiting.look(request)
+        for request in self.waiting.first(_EXPRESS_LINE):
             if self._computed_elsewhere(request):
                 continue
             if not ready and not self._fits(request):
@@ -233,10 +232,10 @@ class SimReplica:
         if missing >= len(request.hashes):
             return False
         wanted, end = request.hashes[missing], (missing + 1) * self.cache.block_size
-        return any(
-            other.computed < end and len(other.hashes) > missing and other.hashes[missing] == wanted
-            for other in self.prefilling
-        )
+        for other in self.prefilling:  # asked so often that a generator would cost much
+            if other.computed < end and len(other.hashes) > missing and other.hashes[missing] == wanted:
+                return True
+        return False
 
     def _fits(self, request: SimRequest) -> bool:
         size = self.cache.block_size
@@ -294,8 +293,10 @@ class SimReplica:
     def _duration(self, step: Step) -> float:
         if not step.chunks:
             return self.timing.decode(len(self.decoding), self.decoding.context, step.steps)
-        tokens = sum(count for _, count in step.chunks)
-        pairs = sum(count * (request.computed + count / 2) for request, count in step.chunks)
+        tokens, pairs = 0, 0.0
+        for request, count in step.chunks:
+            tokens += count
+            pairs += count * (request.computed + count / 2)
         return step.load_s + self.timing.prefill(tokens, pairs, len(self.decoding), self.decoding.context)
 
     def _steps_until(self, step: Step, now: float) -> int:

@@ -60,7 +60,7 @@ class SimRequest:
 
     def left(self) -> int:
         """Tokens to be computed before the next one comes, less what is computed or looked like a hit."""
-        return self.num_tokens - (self.hit if self.lease is None else self.computed)
+        return len(self.tokens) + self.produced - (self.hit if self.lease is None else self.computed)
 
     def forget_progress(self) -> None:
         """Its blocks are gone, or its replica: it is to be computed again, the produced tokens too."""
