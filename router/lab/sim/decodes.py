@@ -82,8 +82,9 @@ class Decodes:
         up = []
         while self._coming and self._coming[0][0] <= self._steps:
             up.append(heapq.heappop(self._coming))
-        for _, self._passed, member in sorted(up, key=lambda moment: moment[1]):
+        for _, number, member in sorted(up, key=lambda moment: moment[1]):
             if self._is_here(member):
+                self._passed = number
                 self._count(member)
                 yield member.request
         self._late = 0
