@@ -106,8 +106,8 @@ class EventLog:
         with self._lock:
             if epoch != self.epoch or not self._seq - len(self._events) <= seq <= self._seq:
                 return None
-            known = len(self._events) - (self._seq - seq)
-            return list(islice(self._events, known, None))
+            latest = list(islice(reversed(self._events), self._seq - seq))  # however long the log is
+            return latest[::-1]
 
     def _append(self, event: Event, hashes: int) -> None:
         self._seq = event.seq

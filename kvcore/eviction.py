@@ -217,7 +217,7 @@ def refill(pool: Pool) -> None:
 def roomy(pool: Pool, pushes: int) -> Pool:
     """The pool with room in its heaps for `pushes` more: stale entries are dropped, or the heaps grow."""
     capacity = pool.heaps.shape[1]
-    if np.int64(pool.habits["leaves"].max()) + pushes <= capacity:
+    if max(pool.habits["leaves"].tolist()) + pushes <= capacity:
         return pool
     facts = pool.blocks
     leaves = np.count_nonzero((facts["state"] == CACHED) & (facts["refs"] == 0) & (facts["child"] < 0))

@@ -7,7 +7,7 @@ lengthens a predicted hit by a geometric tail only, and 8 to 16 bits a block wit
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -63,13 +63,14 @@ def column_digest(rows: npt.NDArray[np.integer]) -> int:
 
     A sum, so that both sides update it from row flips alone, in any order.
     """
-    return int(_mixed_sum(np.asarray(rows).astype(np.uint64)))
+    return int(_mixed_sum(np.asarray(rows).astype(np.uint64))) if len(rows) else 0
 
 
 def odd_rows(rows: Rows) -> Rows:
     """The rows that occur an odd number of times, ascending: the net effect of flips."""
     rows = np.sort(rows)
-    return rows[: _keep_odd(rows)]
+    starts = np.flatnonzero(np.diff(rows, prepend=-1))
+    return rows[starts[np.diff(starts, append=len(rows)) % 2 == 1]]
 
 
 class CountingFilter:
@@ -106,19 +107,16 @@ class CountingFilter:
     def follow(self, events: Sequence[Event]) -> Rows:
         """Apply a cache's events, oldest first; returns the rows that flipped in the end, ascending."""
         flips = [np.empty(0, dtype=np.int64)]
-        cleared = [place for place, event in enumerate(events) if isinstance(event, Cleared)]
-        for start, end in pairwise([0, *(place + 1 for place in cleared), len(events)]):
-            part = events[start:end]
-            # Counting everything in before anything out gives the same counts in two calls instead of many.
-            stored = [event.hashes for event in part if isinstance(event, BlocksStored)]
-            removed = [event.hashes for event in part if isinstance(event, BlocksRemoved)]
-            if stored:
-                flips.append(self.add(np.concatenate(stored)))
-            if removed:
-                flips.append(self.remove(np.concatenate(removed)))
-            if part and isinstance(part[-1], Cleared):
+        for clears, run in groupby(events, lambda event: isinstance(event, Cleared)):
+            if clears:
                 flips.append(self.clear())
-        return odd_rows(np.concatenate(flips))
+                continue
+            part = list(run)
+            # Counting everything in before anything out gives the same counts in two calls instead of many.
+            for kind, count in ((BlocksStored, self.add), (BlocksRemoved, self.remove)):
+                hashes = [event.hashes for event in part if isinstance(event, kind)]
+                flips += [count(np.concatenate(hashes))] if hashes else []
+        return flips[-1] if len(flips) <= 2 else odd_rows(np.concatenate(flips))
 
     def clear(self) -> Rows:
         """Forget every key; returns the rows that were set."""
@@ -129,33 +127,34 @@ class CountingFilter:
 
     def _count(self, hashes: Hashes, step: int, refusal: str) -> Rows:
         flipped = np.empty(len(hashes) * self.geometry.hashes, dtype=np.int64)
-        found = _count(self._counts, plain(hashes), self.geometry.hashes, step, flipped)
+        found, digest = _count(self._counts, plain(hashes), self.geometry.hashes, step, flipped)
         if found < 0:
             raise InvalidRequest(refusal)
         flipped = flipped[:found]
         flipped.sort()
         # Either all flips of one call set rows or all clear them, so one sign holds for the whole change.
-        self.digest = (self.digest + step * column_digest(flipped)) & _MASK64
+        self.digest = (self.digest + step * int(digest)) & _MASK64
         return flipped
 
 
 @jit
-def _count(counts: Counts, hashes: Hashes, per_hash: int, step: int, flipped: Rows) -> int:
+def _count(counts: Counts, hashes: Hashes, per_hash: int, step: int, flipped: Rows) -> tuple[int, np.uint64]:
     """Add `step`, 1 or -1, to the counters of all rows of all keys, and say which became 1 or 0; returns how
-    many did, or -1, with nothing changed, when a counter would leave its range."""
-    mask, edge, found = np.uint64(len(counts) - 1), 1 if step > 0 else 0, 0
+    many did, and their digest; or -1, with nothing changed, when a counter would leave its range."""
+    mask, edge, found, digest = np.uint64(len(counts) - 1), 1 if step > 0 else 0, 0, np.uint64(0)
     for place in range(len(hashes) * per_hash):
         row = _row(hashes[place // per_hash], place % per_hash, mask)
         new = np.int64(counts[row]) + step
         if new < 0 or new > _MOST:
             for done in range(place):
                 counts[_row(hashes[done // per_hash], done % per_hash, mask)] -= np.uint16(step)
-            return -1
+            return -1, digest
         counts[row] = new
         if new == edge:
             flipped[found] = row
             found += 1
-    return found
+            digest += mix(np.uint64(row))
+    return found, digest
 
 
 @jit
@@ -171,16 +170,3 @@ def _row(value: np.uint64, number: int, mask: np.uint64) -> np.int64:
     """`FilterGeometry.rows_of`, one row of one key."""
     step = (value >> np.uint64(32)) | np.uint64(1)
     return np.int64((value + np.uint64(number) * step) & mask)
-
-
-@jit
-def _keep_odd(rows: Rows) -> int:
-    """Move what occurs an odd number of times in ascending rows to the front; returns how many there are."""
-    kept, start = 0, 0
-    for place in range(1, len(rows) + 1):
-        if place == len(rows) or rows[place] != rows[start]:
-            if (place - start) % 2:
-                rows[kept] = rows[start]
-                kept += 1
-            start = place
-    return kept

@@ -57,15 +57,11 @@ class PrefixHasher:
         self._key = hashlib.blake2b(secret, digest_size=32, person=b"warmroute.key").digest()
         self._mask = np.uint64((1 << bits) - 1)
         self._constants = lru_cache(maxsize=16)(self._make_constants)
-        self._root = lru_cache(maxsize=4096)(self._make_root)
+        self.root_of = lru_cache(maxsize=4096)(self._make_root)  # from `Namespace.digest()`
 
     def root(self, namespace: Namespace) -> int:
         """Start value of the chains of one namespace: a 64-bit integer, from its digest and the secret."""
-        return self._root(namespace.digest())
-
-    def root_of(self, digest: bytes) -> int:
-        """The same from `Namespace.digest()`."""
-        return self._root(digest)
+        return self.root_of(namespace.digest())
 
     def block_hashes(self, tokens: Tokens, block_size: int, root: int) -> Hashes:
         """Hashes of all full blocks: int32[n] -> uint64[n // block_size]. A partial tail has no hash."""

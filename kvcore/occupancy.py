@@ -39,6 +39,8 @@ class Occupancy:
         check_sizes(num_blocks, block_size)
         slots = make_slots(num_blocks)
         self.pool = make_pool(num_blocks, block_size, slots, eviction.POLICIES[policy], self._now)
+        # Views, because reading a field of a record takes ten times as long; this array is never replaced.
+        self._free, self._idle = self.pool.state["free"], self.pool.state["idle"]
         self.spaces = Spaces()
         self.leases: set[Lease] = set()
         self.counters = Counters()
@@ -52,10 +54,14 @@ class Occupancy:
         return self._now
 
     @property
+    def free(self) -> int:
+        """Blocks that hold nothing."""
+        return int(self._free[0])
+
+    @property
     def available(self) -> int:
         """Blocks that are free or can be evicted."""
-        state = self.pool.state[0]
-        return int(state["free"]) + int(state["idle"])
+        return int(self._free[0]) + int(self._idle[0])
 
     @property
     def eviction_age_s(self) -> float | None:
@@ -196,7 +202,7 @@ class Occupancy:
         """Fill a part of a block table with blocks for its own use; there are enough."""
         now = self.tick()
         self.pool = self._retentions.expire(self.pool, now)
-        short = max(len(table) - int(self.pool.state["free"][0]), 0)
+        short = max(len(table) - self.free, 0)
         evicted = np.empty(short, dtype=np.uint64)
         if short:  # each may make its parent a leaf, in another heap than its own
             self.pool = eviction.roomy(self.pool, short)

@@ -6,6 +6,7 @@ of 35. Whoever states a level last for a block decides, whether it stored the bl
 """
 
 import heapq
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -40,18 +41,11 @@ class Retention:
             raise InvalidRequest(f"retention range {self.start}..{self.end} is empty, reversed or negative")
         if not 0 <= self.level <= 100:
             raise InvalidRequest(f"retention level must be 0..100, not {self.level}")
-        if self.duration_s is not None and not _seconds(self.duration_s) > 0:
-            raise InvalidRequest(f"retention duration must be positive, not {self.duration_s}")
-
-
-def _seconds(duration: float) -> float:
-    """A duration as it will be added to the time. Raises `InvalidRequest` for what is no such number."""
-    if not isinstance(duration, int | float | np.integer | np.floating):
-        raise InvalidRequest(f"retention duration must be a number, not {duration!r}")
-    try:
-        return float(duration)
-    except OverflowError:
-        raise InvalidRequest("retention duration is too long to be a number of seconds") from None
+        numeric = isinstance(self.duration_s, int | float | np.integer | np.floating)
+        if self.duration_s is not None and not (numeric and 0 < self.duration_s <= sys.float_info.max):
+            raise InvalidRequest(
+                f"retention duration must be a positive number of s, not {self.duration_s!r}"
+            )
 
 
 def in_order(ranges: Sequence[Retention]) -> tuple[Retention, ...]:

@@ -19,7 +19,17 @@ class Counters:
 
 
 @dataclass
-class CacheStats(Counters):
+class Room:
+    """How full a cache is: the part of `CacheStats` that is asked for all the time."""
+
+    free: int
+    cached: int
+    held: int
+    eviction_age_s: float | None
+
+
+@dataclass
+class CacheStats(Counters, Room):
     """One consistent reading. `free + cached + held == num_blocks`, always.
 
     `free` blocks hold nothing, `cached` ones are published and idle (can be evicted), `held` ones belong to
@@ -33,12 +43,8 @@ class CacheStats(Counters):
     """
 
     num_blocks: int = 0
-    free: int = 0
-    cached: int = 0
-    held: int = 0
     published: int = 0
     leases: int = 0
-    eviction_age_s: float | None = None
     evictions: int = 0
     idle_s: float = 0.0
     regrets: int = 0

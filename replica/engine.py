@@ -163,7 +163,7 @@ class Engine:
     def load(self) -> dict[str, Any]:
         """The figures a router needs (LoadReport). May be called from any thread."""
         with self._lock:
-            stats, attention = self.cache.stats(), self._attention_tokens
+            room, attention = self.cache.room(), self._attention_tokens
             left = self.scheduler.uncomputed_prompts()
             return {
                 "waiting": self.scheduler.num_waiting,
@@ -171,11 +171,11 @@ class Engine:
                 "waiting_tokens": sum(count for _, count in left),
                 "waiting_work": sum(work(start, count, attention) for start, count in left),
                 "attention_tokens": attention,
-                "free": stats.free,
-                "cached": stats.cached,
-                "held": stats.held,
-                "num_blocks": stats.num_blocks,
-                "eviction_age_s": stats.eviction_age_s,
+                "free": room.free,
+                "cached": room.cached,
+                "held": room.held,
+                "num_blocks": self.cache.num_blocks,
+                "eviction_age_s": room.eviction_age_s,
                 "prefill_tokens_per_s": self.rates.prefill_tokens_per_s,
                 "measured_tokens": self.rates.measured_tokens,
                 "decode_step_s": self.rates.decode_step_s,

@@ -266,9 +266,8 @@ class Scheduler:
 
         Only a guard against admitting what the next step would preempt; `claim` has the last word.
         """
-        stats = self.cache.stats()
         needed = -(-seq.num_tokens // self.block_size) - seq.hit // self.block_size
-        return needed + len(self.running) > stats.free + stats.cached
+        return needed + len(self.running) > self.cache.available
 
     def _grow(self, seq: Sequence, plan: Plan) -> bool:
         """Make room for the newest token at the cost of the youngest; False when that is `seq` itself."""

@@ -227,8 +227,8 @@ class Fingerprints:
 
     def _agrees(self, column: _Column, update: FingerprintUpdate, digest: int) -> bool:
         """Check rows and digest; note the new position, or wipe the column."""
-        changed = np.concatenate([update.set_rows, update.cleared_rows]).astype(np.int64)
-        fits = len(changed) == 0 or 0 <= changed.min() <= changed.max() < update.geometry.rows
+        limit = update.geometry.rows
+        fits = _are_below(limit, update.set_rows) and _are_below(limit, update.cleared_rows)
         if not fits or digest & _MASK64 != update.digest:
             column.mismatches += 1
             self._clear(column)
@@ -267,6 +267,10 @@ class Fingerprints:
             self._set_matrix(np.ascontiguousarray(self._matrix[:, : words + 1]))
             self._free = [slot for slot in self._free if slot < self.capacity]
             heapq.heapify(self._free)
+
+
+def _are_below(limit: int, rows: npt.NDArray[np.uint32]) -> bool:
+    return len(rows) == 0 or int(np.maximum.reduce(rows)) < limit
 
 
 def _descend(picked: Words, alive: int, depth: Depths) -> int:

@@ -97,7 +97,7 @@ class Loads:
         now = self._clock()
         self._learn_speed(slot, load)
         requests = float(load.get("waiting", 0) + load.get("running", 0))
-        self.others_requests[slot] = max(0.0, requests - self.ledger.outstanding[slot])
+        self.others_requests[slot] = max(0.0, requests - self.ledger.outstanding.item(slot))
         if requests:
             self.busy_at[slot] = now
         self._split(replica_id, slot, float(load.get("waiting_work", load.get("waiting_tokens", 0))), now)
@@ -155,7 +155,7 @@ class Loads:
             if load.get("measured_tokens", MEASURED_TOKENS) >= MEASURED_TOKENS:
                 self.rate_known[slot] = 1.0
                 self._set_rate(slot, rate)
-            if self.rate_known[slot] or not self.rate_known.any():
+            if rate != self._last_rate and (self.rate_known[slot] or not self.rate_known.any()):
                 self._last_rate = rate
                 self._set_rate(self.rate_known == 0.0, rate)
         row_s = load.get("decode_row_s")
@@ -168,7 +168,7 @@ class Loads:
 
     def _split(self, replica_id: str, slot: int, work: float, now: float) -> None:
         """Tell the others' work, or progress on our own, from a report (the rule in the module docstring)."""
-        most = float(self.ledger.queued_work[slot])
+        most = float(self.ledger.queued_work.item(slot))
         self.others_work[slot] = max(0.0, work - most)
         self.since[slot] = now
         if work < most:

@@ -74,8 +74,8 @@ class Blocks:
     def ids(self) -> NDArray[np.int64]:
         """The id of every block, the partial last one among them: int64[ceil(num_tokens / size)]."""
         counts = self.runs[:, 1]
-        begins = np.cumsum(counts) - counts
-        ids = np.arange(counts.sum()) + np.repeat(self.runs[:, 0] - begins, counts)
+        ends = counts.cumsum()
+        ids = np.arange(counts.sum()) + (self.runs[:, 0] - ends + counts).repeat(counts)
         return ids[: -(-self.num_tokens // self.size)]
 
     def keys(self) -> NDArray[np.uint64]:
@@ -96,7 +96,7 @@ class Blocks:
         Made in a tenth of the time of `token_ids`; two ids have the same token once in 2^31 pairs.
         """
         names = (_mix(self.ids.astype(np.uint64)) >> np.uint64(33)).astype(np.int32)
-        return np.repeat(names, self.size)[: self.num_tokens]
+        return names.repeat(self.size)[: self.num_tokens]
 
     def scaled(self, factor: float) -> "Blocks":
         """Blocks and prompt `factor` times as long, but of a token at least; what is shared stays shared."""

@@ -7,6 +7,7 @@ from kvcore.cache import PrefixCache
 from kvcore.errors import InvalidRequest, OutOfBlocks, StaleLease
 from kvcore.hashing import PrefixHasher
 from kvcore.namespace import Namespace
+from kvcore.stats import Room
 
 
 def seq(*tokens):
@@ -219,10 +220,12 @@ def test_eviction_age_is_that_of_the_next_victim(make_cache, ns, run, clock):
     run(cache, range(50, 54), ns)
     clock.now = 40.0
     assert cache.stats().eviction_age_s == 30.0
+    assert cache.room() == Room(0, 2, 0, 30.0)
     run(cache, range(90, 94), ns)
     assert cache.stats().eviction_age_s == 15.0
     held = cache.claim(span(50, 55), ns)
     assert held.blocks.tolist() == [1, 0] and cache.stats().eviction_age_s is None
+    assert cache.room() == Room(0, 0, 2, None)
 
 
 def test_counters(cache, ns, run):

@@ -17,11 +17,11 @@ from router.lab.pooled import prompt_length
 from router.lab.record import Request
 from router.lab.sim.changes import Change, check_changes
 from router.lab.sim.measures import Measures
-from router.lab.sim.policies import News, SimPolicy, make_policy
+from router.lab.sim.policies import SimPolicy, make_policy
 from router.lab.sim.replica import SimReplica
 from router.lab.sim.request import SimRequest
 from router.lab.sim.sessions import Sessions
-from router.lab.sim.telling import Telling
+from router.lab.sim.telling import Report, Telling
 from router.lab.sim.tiers import TierConfig
 from router.lab.sim.timing import Timing
 
@@ -90,6 +90,7 @@ class Fleet:
         self.replicas: list[SimReplica] = []  # by number; those that left stay, without requests
         self.measures = Measures(policy)
         self._tellings: list[Telling] = []
+        self._unread: dict[int, tuple[float, Report]] = {}  # when heard; by replica, the latest last
         self._alive: set[int] = set()
         self._sessions = Sessions(())
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -140,6 +141,7 @@ class Fleet:
         if not self._alive:
             self._refuse(sim.session)
             return False
+        self._read_all()
         began = time.perf_counter()
         replica = self.policy.place(sim)
         self.measures.decided(time.perf_counter() - began)
@@ -185,6 +187,8 @@ class Fleet:
         if replica.due != due:
             return  # planned anew since
         ended = replica.end()
+        if ended.first or ended.last:
+            self._read(number)
         for request in ended.first:
             self.policy.started(request, replica.cache.epoch, replica.cache.seq)
         for request in ended.last:
@@ -199,16 +203,36 @@ class Fleet:
         telling = self._tellings[number]
         if number not in self._alive or telling.planned_at > self.now:
             return  # gone, or told since
-        news = telling.news(self.now, everything=self.policy.suspects(number))
-        self._at(self.now + self.config.event_delay_s, lambda: self._hear(number, news))
+        report = telling.tell(self.now, everything=self.policy.suspects(number))
+        self._at(self.now + self.config.event_delay_s, lambda: self._hear(number, report))
 
-    def _hear(self, number: int, news: News) -> None:
-        if number in self._alive:
-            self.policy.heard(number, news)
+    def _hear(self, number: int, report: Report) -> None:
+        """A report has reached the routers, who read it before anything that depends on what they know of the
+        replica. Until then a later one may replace it."""
+        if number not in self._alive:
+            return
+        if number in self._unread and not report.replaces(self._unread[number][1]):
+            self._read(number)
+        self._unread.pop(number, None)
+        self._unread[number] = (self.now, report)
+        if report.snapshot:
+            self._read(number)
+
+    def _read(self, number: int) -> None:
+        if number in self._unread:
+            now = self.now
+            self.now, report = self._unread.pop(number)  # to the routers it is then
+            self.policy.heard(number, self._tellings[number].news(report))
+            self.now = now
+
+    def _read_all(self) -> None:
+        for number in list(self._unread):
+            self._read(number)
 
     # --- Changes. ---
 
     def _change(self, change: Change) -> None:
+        self._read_all()
         if change.kind == "join":
             self._join()
         else:
@@ -232,7 +256,8 @@ class Fleet:
         self._tellings.append(Telling(replica, wants, config.tell_interval_s))
         self._alive.add(number)
         self.policy.joined(number)
-        self._hear(number, self._tellings[number].news(self.now, everything=True))
+        self._hear(number, self._tellings[number].tell(self.now, everything=True))
+        self._read(number)
 
     def _lose(self, number: int, fails: bool) -> None:
         """A replica gets no more requests. Those that it has end there, unless it fails: then they start

@@ -5,9 +5,9 @@ can finish in this step, shortest first; then started prefills go on and waiting
 first. A request whose next block is being computed by another waits for it. (So schedules `replica/`; without
 `express`, first come, first served, as most other engines do.)
 
-Steps of pure decoding are taken many at once, until a request ends or a new one comes, so the cost of a
-simulation grows with requests and prefill chunks, not with answer tokens. Answers take blocks but are never
-published: a trace does not say what was answered.
+Steps of pure decoding are taken many at once, until a request ends or a new one comes, and decodes beside
+prefill chunks cost nothing, so the cost of a simulation grows with requests and prefill chunks, not with
+answer tokens. Answers take blocks but are never published: a trace does not say what was answered.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +20,9 @@ import numpy.typing as npt
 from kvcore.cache import PrefixCache
 from kvcore.errors import OutOfBlocks
 from kvcore.events import BlocksRemoved
+from kvcore.lease import Lease
+from router.lab.sim.decodes import Decodes
+from router.lab.sim.line import Line
 from router.lab.sim.request import HASHER, SPACE, SimRequest
 from router.lab.sim.tiers import TierConfig, Tiers
 from router.lab.sim.timing import Timing
@@ -34,8 +37,6 @@ class Step:
 
     began: float
     chunks: list[tuple[SimRequest, int]]
-    decodes: list[SimRequest]
-    context: int
     load_s: float = 0.0
     steps: int = 1
 
@@ -64,9 +65,9 @@ class SimReplica:
         self.timing = timing
         self.cache = PrefixCache(blocks, block_size, HASHER, policy=eviction, clock=clock)
         self.tiers = Tiers(tiers, timing.kv_bytes * block_size) if tiers else None
-        self.waiting: list[SimRequest] = []
+        self.waiting = Line(self.cache, timing.attention)
         self.prefilling: list[SimRequest] = []
-        self.decoding: list[SimRequest] = []
+        self.decoding = Decodes(block_size)
         self.due: float | None = None
         self.preemptions = 0
         self.busy_s = 0.0
@@ -75,6 +76,11 @@ class SimReplica:
         self._load_s = 0.0
         self._sunk = 0
         self._clock = clock
+        self._rates = {
+            "attention_tokens": 1 / timing.attention if timing.attention else 0,
+            "prefill_tokens_per_s": timing.prefill_tokens_per_s,
+            "decode_step_s": timing.decode(8, 8 * 2048),
+        }
 
     @property
     def requests(self) -> list[SimRequest]:
@@ -83,7 +89,6 @@ class SimReplica:
 
     def add(self, request: SimRequest) -> None:
         """A request arrives; a run of pure decoding ends with the step that is being computed."""
-        self._look(request)
         self.waiting.append(request)
         step = self._step
         if step is None:
@@ -97,6 +102,7 @@ class SimReplica:
         step, ended = self._step, Ended()
         assert step is not None
         self.busy_s += self._clock() - step.began
+        self.decoding.step(step.steps)
         for request, count in step.chunks:
             if request.lease is None:
                 continue  # it has just made room for one before it
@@ -104,12 +110,13 @@ class SimReplica:
             self.cache.commit(request.lease, min(request.computed, len(request.tokens)))
             if request.computed == request.num_tokens:
                 self.prefilling.remove(request)
-                self.decoding.append(request)
-                self._produce(request, 1, ended)
-        for request in step.decodes:
-            if request.lease is not None:
-                request.computed += step.steps
-                self._produce(request, step.steps, ended)
+                self._first_token(request, ended)
+        for request in self.decoding.due():
+            if request.produced < request.answer_tokens:
+                self._grow(request)
+            else:
+                self.decoding.remove(request)
+                self._finish(request, ended)
         if self.tiers is not None:
             self._sink(self.tiers)
         self._begin()
@@ -117,50 +124,45 @@ class SimReplica:
 
     def drop_all(self) -> list[SimRequest]:
         """The replica dies: all its requests, as they stand for their clients."""
-        lost = self.requests
+        lost = [*self.decoding.leave(), *self.prefilling, *self.waiting.leave()]
+        self.prefilling.clear()
         for request in lost:
             if request.lease is not None:
                 self.cache.release(request.lease)
             request.forget_progress()
         self.cache.clear()
-        for line in (self.waiting, self.prefilling, self.decoding):
-            line.clear()
         self.due = self._step = None
         return lost
 
     def load(self) -> dict[str, Any]:
         """The figures that a replica reports to routers (LoadReport)."""
-        stats, timing = self.cache.stats(), self.timing
-        left = [(request.num_tokens, max(request.left(), 1)) for request in (*self.waiting, *self.prefilling)]
+        room, attention = self.cache.room(), self.timing.attention
+        left = [(request.num_tokens, request.left()) for request in self.prefilling]
+        work = [count * (1 + (total - count / 2) * attention) for total, count in left]
         return {
             "waiting": len(self.waiting),
             "running": len(self.prefilling) + len(self.decoding),
-            "waiting_tokens": sum(count for _, count in left),
-            "waiting_work": sum(
-                count * (1 + (total - count / 2) * timing.attention) for total, count in left
-            ),
-            "attention_tokens": 1 / timing.attention if timing.attention else 0,
-            "free": stats.free,
-            "cached": stats.cached,
-            "held": stats.held,
-            "num_blocks": stats.num_blocks,
-            "eviction_age_s": stats.eviction_age_s,
-            "prefill_tokens_per_s": timing.prefill_tokens_per_s,
-            "decode_step_s": timing.decode(8, 8 * 2048),
+            "waiting_tokens": self.waiting.tokens + sum([count for _, count in left]),
+            "waiting_work": sum(work, start=self.waiting.work),
+            "free": room.free,
+            "cached": room.cached,
+            "held": room.held,
+            "num_blocks": self.cache.num_blocks,
+            "eviction_age_s": room.eviction_age_s,
             "decode_row_s": self._row_s(),
+            **self._rates,
         }
 
     def _row_s(self) -> float:
         """What one more sequence like those that decode adds to a step."""
-        rows = len(self.decoding)
-        context = sum(request.computed for request in self.decoding)
+        rows, context = len(self.decoding), self.decoding.context
         each = context // rows if rows else 2048
         return self.timing.decode(rows + 1, context + each) - self.timing.decode(rows, context)
 
     def _begin(self) -> None:
         """Plan the next step, if there is anything to do."""
-        decodes = self.decoding.copy()
-        budget = self.timing.max_batch_tokens - len(decodes)
+        rows = len(self.decoding)
+        budget = self.timing.max_batch_tokens - rows
         chunks: dict[SimRequest, int] = {}
         if self._express and len(self.waiting) + len(self.prefilling) > 1:
             budget -= self._overtake(chunks, budget // 2)
@@ -170,15 +172,14 @@ class SimReplica:
                 budget -= chunks[request]
         if self.waiting:
             self._admit(chunks, budget)
-        if not chunks and not decodes:
+        if not chunks and not rows:
             self._step = self.due = None
             return
-        context = sum(request.computed for request in decodes)
-        self._step = Step(self._clock(), list(chunks.items()), decodes, context, self._load_s)
+        self._step = Step(self._clock(), list(chunks.items()), self._load_s)
         self._load_s = 0.0
         if not chunks:
-            room = self.cache.available // len(decodes) * self.cache.block_size
-            self._step.steps = max(1, min(room, *(r.answer_tokens - r.produced for r in decodes)))
+            room = self.cache.available // rows * self.cache.block_size
+            self._step.steps = max(1, min(room, self.decoding.until_end()))
         self.due = self._step.began + self._duration(self._step)
 
     def _overtake(self, chunks: dict[SimRequest, int], lane: int) -> int:
@@ -204,8 +205,7 @@ class SimReplica:
     def _ready_in_line(self) -> list[SimRequest]:
         """The first of the line that need not wait for another; none while the first one lacks blocks."""
         ready: list[SimRequest] = []
-        for request in self.waiting[:_EXPRESS_LINE]:
-            self._look(request)
+        for request in self.waiting.first(_EXPRESS_LINE):
             if self._computed_elsewhere(request):
                 continue
             if not ready and not self._fits(request):
@@ -214,11 +214,11 @@ class SimReplica:
         return ready
 
     def _admit(self, chunks: dict[SimRequest, int], budget: int) -> None:
-        for request in self.waiting.copy():
+        for request in self.waiting.requests.copy():
             if budget <= 0:
                 return
             if self._express:
-                self._look(request)
+                self.waiting.look(request)
                 if self._computed_elsewhere(request):
                     continue
             if not self._claim(request):
@@ -226,22 +226,16 @@ class SimReplica:
             chunks[request] = min(budget, request.num_tokens - request.computed)
             budget -= chunks[request]
 
-    def _look(self, request: SimRequest) -> None:
-        """See how much of a waiting request is cached now."""
-        if request.looked != self.cache.seq:
-            request.hit = self.cache.probe(request.tokens, SPACE, request.hashes)
-            request.looked = self.cache.seq
-
     def _computed_elsewhere(self, request: SimRequest) -> bool:
         """Whether a running request is computing the next block that this one lacks."""
         missing = request.hit // self.cache.block_size
         if missing >= len(request.hashes):
             return False
         wanted, end = request.hashes[missing], (missing + 1) * self.cache.block_size
-        return any(
-            other.computed < end and len(other.hashes) > missing and other.hashes[missing] == wanted
-            for other in self.prefilling
-        )
+        for other in self.prefilling:  # asked so often that a generator would cost much
+            if other.computed < end and len(other.hashes) > missing and other.hashes[missing] == wanted:
+                return True
+        return False
 
     def _fits(self, request: SimRequest) -> bool:
         size = self.cache.block_size
@@ -258,14 +252,14 @@ class SimReplica:
             tokens = np.concatenate((tokens, _ANSWER[: request.produced]))
             hashes = self._with_answer(hashes, tokens)
         try:
-            request.lease = self.cache.claim(tokens, SPACE, hashes=hashes)
+            lease = self.cache.claim(tokens, SPACE, hashes=hashes)
         except OutOfBlocks:
             return False
-        request.computed = request.lease.cached_tokens
+        self.waiting.remove(request)
+        request.lease, request.computed = lease, lease.cached_tokens
         loaded = 0 if self.tiers is None else self._raise(request, self.tiers)
         if request.cached_tokens < 0:
             request.cached_tokens, request.loaded_tokens = request.computed, loaded
-        self.waiting.remove(request)
         self.prefilling.append(request)
         return True
 
@@ -298,49 +292,58 @@ class SimReplica:
 
     def _duration(self, step: Step) -> float:
         if not step.chunks:
-            return self.timing.decode(len(step.decodes), step.context, step.steps)
-        tokens = sum(count for _, count in step.chunks)
-        pairs = sum(count * (request.computed + count / 2) for request, count in step.chunks)
-        return step.load_s + self.timing.prefill(tokens, pairs, len(step.decodes), step.context)
+            return self.timing.decode(len(self.decoding), self.decoding.context, step.steps)
+        tokens, pairs = 0, 0.0
+        for request, count in step.chunks:
+            tokens += count
+            pairs += count * (request.computed + count / 2)
+        return step.load_s + self.timing.prefill(tokens, pairs, len(self.decoding), self.decoding.context)
 
     def _steps_until(self, step: Step, now: float) -> int:
         """Whole decode steps of a run until the one that is being computed now has ended."""
-        rows, elapsed = len(step.decodes), now - step.began
-        steps = max(1, int(elapsed / self.timing.decode(rows, step.context)) + 1)
-        while steps > 1 and self.timing.decode(rows, step.context, steps - 1) >= elapsed:
+        rows, context, elapsed = len(self.decoding), self.decoding.context, now - step.began
+        steps = max(1, int(elapsed / self.timing.decode(rows, context)) + 1)
+        while steps > 1 and self.timing.decode(rows, context, steps - 1) >= elapsed:
             steps -= 1
         return min(steps, step.steps)
 
-    def _produce(self, request: SimRequest, count: int, ended: Ended) -> None:
-        """Count answer tokens of a request and make room for them; the last one needs none."""
+    def _first_token(self, request: SimRequest, ended: Ended) -> None:
+        """All before the next token is computed: it comes, and if it is not the last one, decoding begins."""
         if request.first_at < 0:
             request.first_at = self._clock()
             ended.first.append(request)
-        request.produced += count
+        request.produced += 1
         if request.produced < request.answer_tokens:
+            self.decoding.add(request)
             self._grow(request)
-            return
+        else:
+            self._finish(request, ended)
+
+    def _finish(self, request: SimRequest, ended: Ended) -> None:
+        """The last token has come; it needs no block."""
         assert request.lease is not None
         self.cache.release(request.lease)
         request.lease = None
-        self.decoding.remove(request)
         ended.last.append(request)
 
     def _grow(self, request: SimRequest) -> None:
         """Take the blocks for new tokens, at the cost of the youngest running request if there are none."""
         while request.lease is not None:
-            # Only where a block ends is there anything to tell the cache.
-            if request.num_tokens <= len(request.lease.blocks) * self.cache.block_size:
-                return
             try:
-                self.cache.append(request.lease, _ANSWER[: request.num_tokens - len(request.lease)])
+                self._append(request, request.lease)
+                self.decoding.plan(request)
                 return
             except OutOfBlocks:
-                self._preempt((self.prefilling or self.decoding).pop())
+                self._preempt(self.prefilling.pop() if self.prefilling else self.decoding.pop())
+
+    def _append(self, request: SimRequest, lease: Lease) -> None:
+        """Tell the cache of new tokens, where they need blocks: nothing else of them matters to it."""
+        if request.num_tokens > len(lease.blocks) * self.cache.block_size:
+            self.cache.append(lease, _ANSWER[: request.num_tokens - len(lease)])
 
     def _preempt(self, youngest: SimRequest) -> None:
         assert youngest.lease is not None
         self.cache.release(youngest.lease)
         youngest.forget_progress()
-        self.waiting.insert(0, youngest)
+        self.waiting.put_back(youngest)
         self.preemptions += 1

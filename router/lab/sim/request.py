@@ -31,7 +31,7 @@ class SimRequest:
     replica: int = -1
     lease: Lease | None = None
     hit: int = 0  # tokens that were cached when somebody last looked, while it waits
-    looked: int = -1  # number of the cache's last event by then
+    work: float = 0.0  # of what is left by then, while it waits: see `Line`
     computed: int = 0
     produced: int = 0
     cached_tokens: int = -1  # at the first claim, as what follows
@@ -60,8 +60,8 @@ class SimRequest:
 
     def left(self) -> int:
         """Tokens to be computed before the next one comes, less what is computed or looked like a hit."""
-        return self.num_tokens - (self.hit if self.lease is None else self.computed)
+        return len(self.tokens) + self.produced - (self.hit if self.lease is None else self.computed)
 
     def forget_progress(self) -> None:
         """Its blocks are gone, or its replica: it is to be computed again, the produced tokens too."""
-        self.lease, self.computed, self.hit, self.looked = None, 0, 0, -1
+        self.lease, self.computed, self.hit = None, 0, 0

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -94,13 +95,13 @@ class Timing:
             done += count
         return seconds
 
-    @property
+    @cached_property
     def prefill_tokens_per_s(self) -> float:
         """Rate of a long prefill without attention: what a replica reports."""
         step = self.prefill(self.max_batch_tokens, 0, 0, 0)
         return self.max_batch_tokens / step
 
-    @property
+    @cached_property
     def attention(self) -> float:
         """How much more a token costs in a prefill for each token of its context, as a share."""
         return self.pair_s * self.prefill_tokens_per_s

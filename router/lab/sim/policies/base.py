@@ -2,16 +2,14 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvcore.events import Event
 from kvcore.fingerprint import FingerprintUpdate
 from router.lab.sim.request import SimRequest
 
 
-@dataclass(frozen=True, eq=False)
-class News:
+class News(NamedTuple):
     """What a replica tells: the changes of its cache since its last news, twice, and its load now.
 
     `update` is the changes as a fingerprint (None: there are none), `events` the same block by block, and
