@@ -10,6 +10,7 @@ replica that is dropped takes its figures along; endings that arrive later chang
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -63,13 +64,14 @@ class Reservation:
 class _Account:
     """One replica's reservations, the queued ones oldest first."""
 
-    __slots__ = ("queued", "replica_id", "running", "slot")
+    __slots__ = ("queued", "replica_id", "running", "slot", "unstored")
 
     def __init__(self, replica_id: str, slot: int) -> None:
         self.replica_id = replica_id
         self.slot = slot
         self.queued: dict[Reservation, None] = {}
         self.running: set[Reservation] = set()
+        self.unstored: set[Reservation] = set()  # running ones whose prompt is still in the overlay
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,7 @@ class Ledger:
         self.running_tokens[account.slot] += reservation.choices * reservation.num_tokens
         if reservation._entry is not None:
             reservation._entry.epoch, reservation._entry.seq = epoch, seq
+            account.unstored.add(reservation)
 
     def finish(self, reservation: Reservation) -> None:
         """The request is over, however it ended. Idempotent."""
@@ -194,6 +197,7 @@ class Ledger:
             account = reservation._account
             assert account is not None
             account.running.discard(reservation)
+            account.unstored.discard(reservation)
             self.outstanding[account.slot] -= reservation.choices
             self.running_tokens[account.slot] -= reservation.choices * reservation.num_tokens
         self._close(reservation)
@@ -206,16 +210,19 @@ class Ledger:
         account = self._accounts.get(replica_id)
         if account is None:
             return
-        for reservation in account.running:
+        for reservation in tuple(account.unstored):
             entry = reservation._entry
-            if entry is not None and (entry.epoch != epoch or entry.seq <= seq):
+            assert entry is not None, "it leaves the set when its prompt leaves the overlay"
+            if entry.epoch != epoch or entry.seq <= seq:
                 self.in_flight.remove(entry)
                 reservation._entry = None
+                account.unstored.discard(reservation)
 
     def queued_before(self, replica_id: str, moment: float) -> int:
         """Work of the requests reserved before `moment` and still queued."""
-        queued = self._accounts[replica_id].queued
-        return sum(r.work for r in queued if r.reserved_at < moment)
+        account = self._accounts[replica_id]
+        later = takewhile(lambda r: r.reserved_at >= moment, reversed(account.queued))  # oldest come first
+        return int(self.queued_work[account.slot]) - sum(r.work for r in later)
 
     def stats(self, replica_id: str) -> LedgerStats:
         """Figures of one replica. Raises `KeyError` for an unknown one."""
