@@ -9,46 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels import ops
-from kernels.grouped import GroupedWeight, Weight, stack
 from replica.batch import ForwardBatch, IntArray
-from replica.errors import CorruptModel
 from replica.model_config import ModelConfig, rope_tables
-
-_W = TypeVar("_W", Tensor, GroupedWeight)
-
-
-class WeightSource(Protocol):
-    """Tensors by their Hugging Face names ("model.layers.0.self_attn.q_proj.weight")."""
-
-    def get(self, name: str) -> Tensor | None:
-        """The tensor as [out, in] (or [n]), or None when the model has no such tensor."""
-
-
-@runtime_checkable
-class QuantizedSource(WeightSource, Protocol):
-    """A source that has matrices still quantized, too."""
-
-    def grouped(self, name: str) -> GroupedWeight | None:
-        """The matrix [out, in], or None when it has it only as a tensor, or not at all."""
-
-
-@dataclass(frozen=True)
-class _Layer:
-    attn_norm: Tensor
-    qkv: ops.Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    out: ops.Linear
-    mlp_norm: Tensor
-    gate_up: ops.Linear
-    down: ops.Linear
+from replica.model_loader import Layer, Loader, WeightSource
 
 
 @dataclass(frozen=True)
@@ -86,9 +56,9 @@ class Model:
         self._windows = {config.window_of(layer) for layer in range(config.num_layers)}
         self._scale = config.head_dim**-0.5
         with torch.inference_mode():
-            self._load(_Loader(config, weights, self.kernels, dtype, device))
+            self._load(Loader(config, weights, self.kernels, dtype, device))
 
-    def _load(self, load: _Loader) -> None:
+    def _load(self, load: Loader) -> None:
         cos, sin = rope_tables(self.config, self.dtype)
         self._cos, self._sin = cos.to(self.device), sin.to(self.device)
         self._embedding = load.tensor(
@@ -148,7 +118,7 @@ class Model:
         return {window: self.kernels.plan(seqs, window) for window in self._windows}
 
     def _attention(
-        self, index: int, layer: _Layer, x: Tensor, k_cache: Tensor, v_cache: Tensor, step: _Step
+        self, index: int, layer: Layer, x: Tensor, k_cache: Tensor, v_cache: Tensor, step: _Step
     ) -> Tensor:
         config, kernels = self.config, self.kernels
         heads, kv_heads = config.num_heads, config.num_kv_heads
@@ -171,7 +141,7 @@ class Model:
             parts.append(self.kernels.paged_prefill(q[step.decodes :], k_cache, v_cache, plan, self._scale))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _mlp(self, layer: _Layer, x: Tensor) -> Tensor:
+    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
         hidden = self.kernels.rms_norm(x, layer.mlp_norm, self.config.rms_eps)
         return layer.down(self.kernels.silu_mul(layer.gate_up(hidden)))
 
@@ -190,75 +160,3 @@ class Model:
         if self.kv_cache is None:
             raise RuntimeError("allocate_kv() comes before the first forward pass")
         return self.kv_cache
-
-
-@dataclass(frozen=True)
-class _Loader:
-    """Takes tensors from a source, checks their shapes, fuses and packs them."""
-
-    config: ModelConfig
-    weights: WeightSource
-    kernels: ops.Kernels
-    dtype: torch.dtype
-    device: torch.device
-
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        found = self.optional(name, *shape)
-        if found is None:
-            raise CorruptModel(f"the model has no tensor {name!r}")
-        return found
-
-    def optional(self, name: str, *shape: int) -> Tensor | None:
-        found = self.weights.get(name)
-        return None if found is None else self._fitting(name, found, shape).to(self.device, self.dtype)
-
-    def matrix(self, name: str, *shape: int) -> Weight:
-        """A weight of a linear layer: quantized if the source has it so."""
-        found = self.weights.grouped(name) if isinstance(self.weights, QuantizedSource) else None
-        if found is None:
-            return self.tensor(name, *shape)
-        return self._fitting(name, found, shape).to(self.device, self.dtype)
-
-    def _fitting(self, name: str, found: _W, shape: tuple[int, ...]) -> _W:
-        if tuple(found.shape) != shape:
-            raise CorruptModel(
-                f"tensor {name!r} has shape {tuple(found.shape)}, the configuration says {shape}"
-            )
-        parts = (found.scale, found.offset) if isinstance(found, GroupedWeight) else (found,)
-        if not all(bool(torch.isfinite(limit)) for part in parts for limit in part.aminmax()):
-            raise CorruptModel(f"tensor {name!r} holds NaN or infinite numbers")
-        return found
-
-    def fused(self, names: list[str], outs: list[int], fan_in: int) -> ops.Linear:
-        """Several linear layers of one input as one."""
-        weights = [self.matrix(f"{name}.weight", out, fan_in) for name, out in zip(names, outs, strict=True)]
-        biases = [self.optional(f"{name}.bias", out) for name, out in zip(names, outs, strict=True)]
-        bias = None
-        if any(b is not None for b in biases):
-            filled = [torch.zeros(out) if b is None else b for b, out in zip(biases, outs, strict=True)]
-            bias = torch.cat([b.to(self.device, self.dtype) for b in filled])
-        return self.kernels.pack_linear(stack(weights), bias)
-
-    def layer(self, index: int) -> _Layer:
-        config, at = self.config, f"model.layers.{index}"
-        hidden, inner = config.hidden_size, config.intermediate_size
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        attn, mlp = f"{at}.self_attn", f"{at}.mlp"
-        return _Layer(
-            attn_norm=self.tensor(f"{at}.input_layernorm.weight", hidden),
-            qkv=self.fused([f"{attn}.{p}_proj" for p in "qkv"], [q, kv, kv], hidden),
-            q_norm=self.optional(f"{attn}.q_norm.weight", config.head_dim),
-            k_norm=self.optional(f"{attn}.k_norm.weight", config.head_dim),
-            out=self.fused([f"{attn}.o_proj"], [hidden], q),
-            mlp_norm=self.tensor(f"{at}.post_attention_layernorm.weight", hidden),
-            gate_up=self.fused([f"{mlp}.gate_proj", f"{mlp}.up_proj"], [inner, inner], hidden),
-            down=self.fused([f"{mlp}.down_proj"], [hidden], inner),
-        )
-
-    def head(self) -> ops.Linear:
-        """The output projection; the embedding itself when the model has none of its own."""
-        own = self.weights.get("lm_head.weight") is not None
-        name = "lm_head.weight" if own else "model.embed_tokens.weight"
-        return self.kernels.pack_linear(
-            self.matrix(name, self.config.vocab_size, self.config.hidden_size), None
-        )

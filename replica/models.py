@@ -16,8 +16,9 @@ import torch
 from replica import pull, random_model, registry
 from replica.errors import ModelNotFound
 from replica.gguf_file import GgufFile
-from replica.model import Model, WeightSource
+from replica.model import Model
 from replica.model_config import ModelConfig
+from replica.model_loader import WeightSource
 from replica.random_names import TINY
 from replica.tokenizer import Tokenizer, Vocabulary
 from replica.tokenizer_build import gguf_vocabulary, hf_vocabulary, tiny_vocabulary
