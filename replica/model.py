@@ -19,6 +19,7 @@ from kernels import ops
 from replica.batch import ForwardBatch, IntArray
 from replica.model_config import ModelConfig, rope_tables
 from replica.model_loader import Layer, Loader, WeightSource
+from replica.parallel.shard import Collectives
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,21 @@ class _Step:
 
 
 class Model:
-    """Weights on one device, and the KV blocks they fill. Not thread-safe: one engine drives it."""
+    """Weights on one device, and the KV blocks they fill. Not thread-safe: one engine drives it.
+
+    With `others`, it is one rank of several that compute a model together: it has the weights and the KV of
+    its own heads, and its `config` tells of no others. `forward` gives logits of the whole vocabulary.
+    """
 
     def __init__(
-        self, config: ModelConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        others: Collectives | None = None,
     ) -> None:
-        self.config = config
+        self.config = config if others is None else others.shard.local(config)
         self.dtype = dtype
         self.device = device
         self.kernels = ops.select(device, dtype)
@@ -56,7 +66,7 @@ class Model:
         self._windows = {config.window_of(layer) for layer in range(config.num_layers)}
         self._scale = config.head_dim**-0.5
         with torch.inference_mode():
-            self._load(Loader(config, weights, self.kernels, dtype, device))
+            self._load(Loader(config, weights, self.kernels, dtype, device, others))
 
     def _load(self, load: Loader) -> None:
         cos, sin = rope_tables(self.config, self.dtype)

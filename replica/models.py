@@ -19,6 +19,7 @@ from replica.gguf_file import GgufFile
 from replica.model import Model
 from replica.model_config import ModelConfig
 from replica.model_loader import WeightSource
+from replica.parallel.shard import Collectives, check_split
 from replica.random_names import TINY
 from replica.tokenizer import Tokenizer, Vocabulary
 from replica.tokenizer_build import gguf_vocabulary, hf_vocabulary, tiny_vocabulary
@@ -27,15 +28,22 @@ from replica.weights_hf import HfWeights, hf_config, weight_files
 
 
 def load_model(
-    name_or_path: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    name_or_path: str,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    others: Collectives | None = None,
 ) -> tuple[Model, ModelConfig]:
-    """The model, ready for `allocate_kv`. A named model that is not here yet is fetched.
+    """The model, ready for `allocate_kv`, and its shape. A named model that is not here yet is fetched.
 
-    Raises a `ModelError` that says what is wrong.
+    With `others`, the model is this rank's part; the shape is the whole one's all the same.
+
+    Raises a `ModelError` that says what is wrong, `ConfigError` for a model that cannot be spread like this.
     """
     config, weights = _open_weights(name_or_path)
     config = replace(config, digest=model_digest(name_or_path))
-    return Model(config, weights, dtype, torch.device(device)), config
+    if others is not None:
+        check_split(config, others.shard.size)
+    return Model(config, weights, dtype, torch.device(device), others), config
 
 
 def load_config(name_or_path: str) -> ModelConfig:
