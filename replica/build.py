@@ -10,21 +10,29 @@ from kvcore.warm_up import warm_up
 from replica.config import EngineConfig
 from replica.engine import Engine
 from replica.errors import ConfigError
+from replica.model import Model
 from replica.models import load_model, load_tokenizer
+from replica.parallel.launch import ChildProcesses, Launch
+from replica.parallel.model import ParallelModel, start
 
 _DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 
 
-def build_engine(config: EngineConfig) -> Engine:
-    """Load everything an engine needs.
+def build_engine(config: EngineConfig, launch: Launch = ChildProcesses) -> Engine:
+    """Load everything an engine needs; `launch` starts the other ranks of a tensor-parallel one.
 
     Raises:
-        ConfigError: an unknown dtype.
+        ConfigError: an unknown dtype, or a model that cannot be spread over `tensor_parallel` ranks.
         ModelError: the model cannot be had or read.
+        EngineDead: another rank could not start.
     """
     if config.dtype not in _DTYPES:
         raise ConfigError(f"dtype {config.dtype!r} is none of {', '.join(_DTYPES)}")
-    model, _ = load_model(config.model, dtype=_DTYPES[config.dtype], device=config.device)
+    model: Model | ParallelModel
+    if config.tensor_parallel > 1:
+        model = start(config, _DTYPES[config.dtype], launch)
+    else:
+        model, _ = load_model(config.model, dtype=_DTYPES[config.dtype], device=config.device)
     model.allocate_kv(config.num_blocks, config.block_size)
     warm_up()
     hasher = PrefixHasher(config.hash_secret)

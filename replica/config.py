@@ -23,7 +23,10 @@ class EngineConfig:
         max_queue: sequences that may wait; one more request is refused with `QueueFull`.
         max_model_len: longest prompt plus answer in tokens; None takes the model's context. Never more than
             fits into the pool.
-        threads: torch threads of the engine's own thread; None leaves torch's choice.
+        threads: torch threads of the engine's own thread, and of each other rank; None leaves torch's choice.
+        tensor_parallel: processes (ranks) that compute the model together, each with its part of the weights
+            and of every KV block, on a device of its own (CPUs are shared).
+        parallel_timeout_s: how long a rank waits for the others in a step before the engine gives up.
         eviction: eviction policy of the prefix cache.
         draft_tokens: guesses that a decode checks beside its token, looked up in the sequence itself
             (speculative decoding); answers are the same with any number. 0 guesses nothing.
@@ -43,6 +46,8 @@ class EngineConfig:
     max_queue: int = 256
     max_model_len: int | None = None
     threads: int | None = None
+    tensor_parallel: int = 1
+    parallel_timeout_s: float = 60.0
     eviction: str = "reuse"
     draft_tokens: int = 0
     hash_secret: bytes | None = field(default=None, repr=False)
@@ -59,6 +64,7 @@ class EngineConfig:
             "max_num_seqs",
             "max_queue",
             "max_failed_steps",
+            "tensor_parallel",
         )
         for name in positive:
             if getattr(self, name) < 1:
@@ -69,6 +75,13 @@ class EngineConfig:
             raise ConfigError(f"threads must be at least 1, not {self.threads}")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"max_model_len must be at least 2, not {self.max_model_len}")
+        if not self.parallel_timeout_s > 0:
+            raise ConfigError(f"parallel_timeout_s must be above 0, not {self.parallel_timeout_s}")
+        if self.tensor_parallel > 1 and ":" in self.device:
+            raise ConfigError(
+                f"device {self.device!r} is one device, tensor_parallel {self.tensor_parallel} takes "
+                f"several: say {self.device.split(':')[0]!r}"
+            )
         if self.max_batch_tokens < self.max_num_seqs:
             # Otherwise decodes alone could use up every step, and a prefill would never come to run.
             raise ConfigError(
@@ -78,5 +91,10 @@ class EngineConfig:
 
     @property
     def layout(self) -> str:
-        """Names the format of the KV, a part of the cache namespace: blocks of another layout never match."""
-        return f"{self.dtype}-b{self.block_size}"
+        """Names the format of the KV, a part of the cache namespace: blocks of another layout never match.
+
+        With several ranks a block is in as many pieces, each with some of the heads, and its numbers are
+        rounded in another order than one process would.
+        """
+        ranks = f"-tp{self.tensor_parallel}" if self.tensor_parallel > 1 else ""
+        return f"{self.dtype}-b{self.block_size}{ranks}"

@@ -87,6 +87,7 @@ class Engine:
         self.hash_mismatches = 0
         self.drafted = self.accepted = 0
         self._lock = threading.Lock()
+        self._model = model
         self._runner = Runner(model, config.block_size, tokenizer.eos_ids, self.vocab_size)
         self._feed = FingerprintFeed(cache, FilterGeometry.for_blocks(config.num_blocks))
         self._answers: dict[str, Answer] = {}
@@ -142,7 +143,7 @@ class Engine:
         """Compute one batch and return what it adds to each choice.
 
         An error while computing fails the requests of this batch, not the others; `EngineDead` is raised
-        after `config.max_failed_steps` such steps in a row.
+        after `config.max_failed_steps` such steps in a row, and at once when a rank of the model has gone.
         """
         with self._lock:
             plan = self.scheduler.schedule()
@@ -151,6 +152,8 @@ class Engine:
         started = self._clock()
         try:
             draws = self._runner.run(plan)
+        except EngineDead:
+            raise  # some of a model's ranks are gone: there is nothing to try again with
         except Exception as error:  # whatever the model raises, the others' requests must go on
             return self._fail(plan, error)
         self._failed_steps = 0
@@ -159,6 +162,10 @@ class Engine:
         with self._lock:
             self.scheduler.complete(plan)
             return [output for draw in draws for output in self._advance(draw)]
+
+    def close(self) -> None:
+        """End the other ranks of a tensor-parallel model; no step may follow."""
+        self._model.close()
 
     def load(self) -> dict[str, Any]:
         """The figures a router needs (LoadReport). May be called from any thread."""

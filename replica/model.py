@@ -104,6 +104,9 @@ class Model:
             wanted = x[self._ints(batch.logit_rows)]
             return self._head(self.kernels.rms_norm(wanted, self._norm, self.config.rms_eps))
 
+    def close(self) -> None:
+        """Nothing outlives the object: there is no other process."""
+
     def _step(self, batch: ForwardBatch) -> _Step:
         decodes = int((batch.query_lens == 1).sum())
         positions = self._ints(batch.positions)

@@ -27,6 +27,9 @@ class ForwardModel(Protocol):
     def copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:
         """For each (src, dst, n), copy the KV of the first n tokens of block src to block dst."""
 
+    def close(self) -> None:
+        """End what else it keeps running, such as other ranks; nothing is computed after this."""
+
 
 @dataclass(frozen=True)
 class Draw:
