@@ -118,9 +118,11 @@ def _gloo(store: dist.Store, shard: Shard, timeout: timedelta) -> Any:
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack its options
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=_LOOPBACK)]
-    options._timeout = timeout
+    options._timeout = _MEETING_TIMEOUT
     options._threads = 1
-    return gloo(dist.PrefixStore("gloo", store), shard.rank, shard.size, options)
+    group = gloo(dist.PrefixStore("gloo", store), shard.rank, shard.size, options)
+    group._set_default_timeout(timeout)
+    return group
 
 
 def _nccl(store: dist.Store, shard: Shard, timeout: timedelta) -> Any:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _START_TIMEOUT_S = 600.0
 _LOOK_EVERY_S = 0.02
 # A process that was killed closes its connections a moment before its parent can know of its end.
-_NEWS_S = 2.0
+_NEWS_S = 1.0
 
 
 class ParallelModel:
