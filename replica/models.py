@@ -35,12 +35,14 @@ def load_model(
 ) -> tuple[Model, ModelConfig]:
     """The model, ready for `allocate_kv`, and its shape. A named model that is not here yet is fetched.
 
-    With `others`, the model is this rank's part; the shape is the whole one's all the same.
+    With `others`, the model is this rank's part; the shape is the whole one's all the same. Only the first rank
+    has its digest, which takes reading all files.
 
     Raises a `ModelError` that says what is wrong, `ConfigError` for a model that cannot be spread like this.
     """
     config, weights = _open_weights(name_or_path)
-    config = replace(config, digest=model_digest(name_or_path))
+    if others is None or others.shard.rank == 0:
+        config = replace(config, digest=model_digest(name_or_path))
     if others is not None:
         check_split(config, others.shard.size)
     return Model(config, weights, dtype, torch.device(device), others), config
