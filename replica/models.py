@@ -35,8 +35,8 @@ def load_model(
 ) -> tuple[Model, ModelConfig]:
     """The model, ready for `allocate_kv`, and its shape. A named model that is not here yet is fetched.
 
-    With `others`, the model is this rank's part; the shape is the whole one's all the same. Only the first rank
-    has its digest, which takes reading all files.
+    With `others`, the model is this rank's part; the shape is the whole one's all the same. Its digest, which
+    takes reading all files, has only the first rank.
 
     Raises a `ModelError` that says what is wrong, `ConfigError` for a model that cannot be spread like this.
     """
