@@ -77,11 +77,6 @@ class EngineConfig:
             raise ConfigError(f"max_model_len must be at least 2, not {self.max_model_len}")
         if not self.parallel_timeout_s > 0:
             raise ConfigError(f"parallel_timeout_s must be above 0, not {self.parallel_timeout_s}")
-        if self.tensor_parallel > 1 and ":" in self.device:
-            raise ConfigError(
-                f"device {self.device!r} is one device, tensor_parallel {self.tensor_parallel} takes "
-                f"several: say {self.device.split(':')[0]!r}"
-            )
         if self.max_batch_tokens < self.max_num_seqs:
             # Otherwise decodes alone could use up every step, and a prefill would never come to run.
             raise ConfigError(

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class Task:
     """What one rank must know to take part; `port` is that of rank 0's store on this node.
 
-    The other fields are those of `EngineConfig`.
+    The other fields are those of `EngineConfig`; `device` is as this process calls it.
     """
 
     rank: int

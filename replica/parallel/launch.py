@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from replica.parallel.follower import Task, command
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -31,14 +33,14 @@ Launch = Callable[[Sequence[Task]], Followers]
 
 
 class ChildProcesses:
-    """Ranks that are this process's children, each with the CUDA device of its own number."""
+    """Ranks that are this process's children; on CUDA, rank n takes the n-th device after rank 0's."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         self._children = {
             task.rank: subprocess.Popen(
-                command(_on_own_device(task)),
+                command(on_own_device(task)),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a Ctrl-C in the terminal is rank 0's to act upon
@@ -73,5 +75,7 @@ class ChildProcesses:
             child.wait()
 
 
-def _on_own_device(task: Task) -> Task:
-    return replace(task, device=f"cuda:{task.rank}") if task.device == "cuda" else task
+def on_own_device(task: Task) -> Task:
+    """The task with rank n's device; given is that of rank 0."""
+    device = torch.device(task.device)
+    return task if device.type != "cuda" else replace(task, device=f"cuda:{(device.index or 0) + task.rank}")

@@ -1,5 +1,6 @@
 """Real processes: what they compute together, and what becomes of them when one of them fails."""
 
+import json
 import os
 import signal
 import subprocess
@@ -16,7 +17,8 @@ from replica.build import build_engine
 from replica.config import EngineConfig
 from replica.errors import ConfigError, EngineDead
 from replica.models import load_model
-from replica.parallel.launch import ChildProcesses
+from replica.parallel.follower import Task, command
+from replica.parallel.launch import ChildProcesses, on_own_device
 from replica.parallel.model import start
 from replica.worker import EngineWorker
 from tests.replica.test_hf_folders import save
@@ -109,7 +111,7 @@ def test_the_engine_answers_as_with_one_process(pair, tiny_engine, ask, run_all)
     pair.cache.check()
 
 
-def test_four_processes_share_two_kv_heads(ask, run_all, tiny_engine, launch):
+def test_four_processes_share_two_kv_heads_until_the_first_fails(ask, run_all, tiny_engine, launch):
     engine = build_engine(EngineConfig(**SETTINGS, tensor_parallel=4), launch)
     batch = next(iter(requests(ask)))
     expected = run_all(tiny_engine(**SETTINGS), batch)
@@ -117,7 +119,15 @@ def test_four_processes_share_two_kv_heads(ask, run_all, tiny_engine, launch):
     assert {name: result.tokens for name, result in results.items()} == {
         name: result.tokens for name, result in expected.items()
     }
-    engine.close()
+    with pytest.raises(EngineDead, match="broke down: rank 0 failed: IndexError"):
+        engine._model.forward(ForwardBatch.build([(np.array([1000]), 0, np.array([0]), 0)], 4))
+    assert not any(process.is_running() for process in launch.processes)
+
+
+@pytest.mark.parametrize("device, expected", [("cpu", "cpu"), ("cuda", "cuda:2"), ("cuda:3", "cuda:5")])
+def test_each_child_has_its_own_device(device, expected):
+    task = Task(2, 4, 1234, "random:tiny", "float32", device, None, 60.0)
+    assert json.loads(command(on_own_device(task))[-1])["device"] == expected
 
 
 def test_layouts_are_kept_apart(pair, tiny_engine):
@@ -209,13 +219,6 @@ def test_an_error_in_one_rank_is_told_and_ends_all(tmp_path):
     assert not any(process.is_running() for process in launch.processes)
 
 
-def test_an_error_of_the_first_rank_ends_all(launch):
-    model = start(EngineConfig(**SETTINGS, tensor_parallel=2), torch.float32, launch)
-    with pytest.raises(EngineDead, match="broke down: rank 0 failed: RuntimeError: allocate_kv"):
-        model.forward(ForwardBatch.build([(np.array([95, 3]), 0, np.array([0]), 0)], 4))
-    assert not any(process.is_running() for process in launch.processes)
-
-
 def test_settings_that_cannot_work(launch):
     with pytest.raises(ConfigError, match="tensor_parallel 3 does not divide the model's 4 attention heads"):
         build_engine(EngineConfig(**SETTINGS, tensor_parallel=3), launch)
@@ -224,7 +227,3 @@ def test_settings_that_cannot_work(launch):
         EngineConfig(**SETTINGS, tensor_parallel=0)
     with pytest.raises(ConfigError, match="parallel_timeout_s must be above 0, not 0"):
         EngineConfig(**SETTINGS, parallel_timeout_s=0)
-    with pytest.raises(
-        ConfigError, match="'cuda:1' is one device, tensor_parallel 2 takes several: say 'cuda'"
-    ):
-        EngineConfig(**SETTINGS, tensor_parallel=2, device="cuda:1")
