@@ -111,6 +111,10 @@ class Model:
         copy = partial(self.kernels.block_copies, self.kv_cache.prepared)
         self._copier = BlockCopier(copy, streams_of(self.device), block_size)
 
+    def kv_block_bytes(self, block_size: int) -> int:
+        """Bytes of one block in all layers."""
+        return self.config.kv_bytes_per_token(self.dtype.itemsize) * block_size
+
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """For each (src block, dst block, num_tokens): copy the first tokens of all layers, in order.
 
