@@ -35,6 +35,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x[T, n] + residual[T, n], and that sum."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rope_kv_write(
+    qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+) -> Tensor:
+    """Turn queries and keys of qkv[T, Hq + 2 * Hkv, D] in place, store keys and values; the queries."""
+    kv_heads = k_cache.shape[2]
+    turned = rope(qkv[:, :-kv_heads], cos, sin)
+    kv_write(turned[:, -kv_heads:], qkv[:, -kv_heads:], k_cache, v_cache, slots)
+    return turned[:, :-kv_heads]
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs (i, i + D / 2) of x[T, H, D], whose last dimension is contiguous, in place."""
     cos, sin = cos.contiguous(), sin.contiguous()

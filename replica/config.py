@@ -13,10 +13,14 @@ class EngineConfig:
 
     Attributes:
         model: a known name ("smollm2-135m", "random:tiny"), a .gguf file or a Hugging Face folder.
-        dtype: torch dtype of weights and KV.
-        device: torch device.
+        dtype: torch dtype of weights and KV; "auto" is bfloat16 on a GPU and float32 on a CPU.
+        device: torch device; "auto" is a GPU where there is one.
         block_size: tokens in a KV block.
-        num_blocks: KV blocks in the pool. A block of smollm2-135m in float32 takes 720 KiB.
+        num_blocks: KV blocks in the pool. None takes what `memory_share` has room for on a GPU (see
+            `replica.memory`), 1024 on a CPU. A block of smollm2-135m in float32 takes 720 KiB.
+        memory_share: the part of a GPU's memory that may be in use, weights, steps, CUDA graphs, KV blocks
+            and other processes together, when num_blocks is measured.
+        cuda_graphs: replay recorded decode steps; None does so on a GPU.
         max_batch_tokens: token budget of one step, decodes included. Larger prefill chunks are more
             efficient, smaller ones disturb running decodes less.
         max_num_seqs: sequences that run at once.
@@ -37,10 +41,12 @@ class EngineConfig:
     """
 
     model: str = "smollm2-135m"
-    dtype: str = "float32"
-    device: str = "cpu"
+    dtype: str = "auto"
+    device: str = "auto"
     block_size: int = 16
-    num_blocks: int = 1024
+    num_blocks: int | None = None
+    memory_share: float = 0.9
+    cuda_graphs: bool | None = None
     max_batch_tokens: int = 512
     max_num_seqs: int = 64
     max_queue: int = 256
@@ -59,7 +65,6 @@ class EngineConfig:
         """Raise `ConfigError` for sizes that cannot work."""
         positive = (
             "block_size",
-            "num_blocks",
             "max_batch_tokens",
             "max_num_seqs",
             "max_queue",
@@ -69,6 +74,10 @@ class EngineConfig:
         for name in positive:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.num_blocks is not None and self.num_blocks < 1:
+            raise ConfigError(f"num_blocks must be at least 1, not {self.num_blocks}")
+        if not 0 < self.memory_share <= 1:
+            raise ConfigError(f"memory_share must be above 0 and at most 1, not {self.memory_share}")
         if self.draft_tokens < 0:
             raise ConfigError(f"draft_tokens must be 0 or more, not {self.draft_tokens}")
         if self.threads is not None and self.threads < 1:
@@ -88,8 +97,8 @@ class EngineConfig:
     def layout(self) -> str:
         """Names the format of the KV, a part of the cache namespace: blocks of another layout never match.
 
-        With several ranks a block is in as many pieces, each with some of the heads, and its numbers are
-        rounded in another order than one process would.
+        Of a configuration whose dtype is settled. With several ranks a block is in as many pieces, each with
+        some of the heads, and its numbers are rounded in another order than one process would.
         """
         ranks = f"-tp{self.tensor_parallel}" if self.tensor_parallel > 1 else ""
         return f"{self.dtype}-b{self.block_size}{ranks}"

@@ -54,10 +54,10 @@ class Engine:
     """Continuous batching over one model and one prefix cache.
 
     Args:
-        config: sizes and limits.
+        config: sizes and limits, dtype and device settled.
         model: its KV must be allocated for the cache's blocks.
         tokenizer: of the same model.
-        cache: idle, with `config.num_blocks` blocks of `config.block_size` tokens.
+        cache: idle, with the model's blocks, of `config.block_size` tokens.
         clock: seconds, monotonic.
         draw_seed: seeds for requests that bring none.
     """
@@ -76,7 +76,7 @@ class Engine:
         self.cache = cache
         self.tokenizer = tokenizer
         self.vocab_size = model.config.vocab_size
-        context = _context(config, model.config.context_length)
+        context = longest_context(config, model.config.context_length, cache.num_blocks)
         self.facts = ModelFacts(model.config.digest, config.layout, config.block_size, context)
         self._attention_tokens = model.config.attention_tokens
         self.rates = Rates()
@@ -89,7 +89,7 @@ class Engine:
         self._lock = threading.Lock()
         self._model = model
         self._runner = Runner(model, config.block_size, tokenizer.eos_ids, self.vocab_size)
-        self._feed = FingerprintFeed(cache, FilterGeometry.for_blocks(config.num_blocks))
+        self._feed = FingerprintFeed(cache, FilterGeometry.for_blocks(cache.num_blocks))
         self._answers: dict[str, Answer] = {}
         self._orders = itertools.count()
         self._clock = clock
@@ -299,10 +299,10 @@ class Engine:
         return Output(answer.request.id, failure=Failure("internal", message))
 
 
-def _context(config: EngineConfig, model_context: int) -> int:
+def longest_context(config: EngineConfig, model_context: int, num_blocks: int) -> int:
     """Longest prompt plus answer: what the model, the settings and the pool allow."""
     limit = min(model_context, config.max_model_len or model_context)
-    pool = config.num_blocks * config.block_size
+    pool = num_blocks * config.block_size
     if pool < limit:
         logger.warning("context cut from %d to %d tokens, which is all the KV pool holds", limit, pool)
     return min(limit, pool)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from kvcore.namespace import Namespace
-from replica.build import build_engine
+from replica.build import build_engine, use_device
 from replica.config import EngineConfig
 from replica.engine import Engine
 from replica.errors import EngineDead, InvalidRequest, QueueFull, ReplicaError
@@ -227,6 +227,7 @@ class EngineWorker:
             torch.set_num_threads(self._config.threads)
         reason = "the engine was stopped"
         try:
+            use_device(torch.device(self._config.device))
             while self._take_commands():
                 if self._engine.has_work():
                     self._deliver(self._engine.step())

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from replica.errors import EngineDead
-from replica.parallel.orders import HEADER_SIZE, Order, payload_size
+from replica.parallel.orders import HEADER_SIZE, Order, drawn_size, payload_size
 from replica.parallel.shard import Shard
 
 _LOOPBACK = "127.0.0.1"
@@ -62,6 +62,7 @@ class Group:
     def __init__(self, store: dist.Store, shard: Shard, device: torch.device, timeout_s: float) -> None:
         self.shard = shard
         timeout = timedelta(seconds=timeout_s)
+        self._on = device
         self._token = torch.zeros(1, dtype=torch.int64)
         with _connected("another rank"):
             self._host = _gloo(store, shard, timeout)
@@ -91,6 +92,8 @@ class Group:
         for part in order.encode():
             if len(part):
                 self._broadcast(torch.from_numpy(part))
+        if order.drawn is not None:
+            self._share(order.drawn)
 
     def hear(self) -> Order:
         """The next order, however long it takes. For the others."""
@@ -99,12 +102,22 @@ class Group:
         payload = torch.empty(payload_size(header.numpy()), dtype=torch.int64)
         if len(payload):
             self._broadcast(payload)
-        return Order.decode(header.numpy(), payload.numpy())
+        drawn, size = None, drawn_size(header.numpy())
+        if size is not None:
+            drawn = self._share(torch.empty(size, dtype=torch.int64, device=self._on))
+        return Order.decode(header.numpy(), payload.numpy(), drawn)
 
     def agree(self) -> None:
         """Return when every rank has come to this call."""
         with _connected("another rank"):
             self._host.allreduce([self._token]).wait()
+
+    def _share(self, x: Tensor) -> Tensor:
+        """Rank 0's x on every rank's device, without the host waiting for CUDA devices."""
+        if len(x):
+            with _connected("another rank"):
+                self._device.broadcast([x], dist.BroadcastOptions()).wait()
+        return x
 
     def _broadcast(self, numbers: Tensor, timeout: timedelta | None = None) -> None:
         options = dist.BroadcastOptions()

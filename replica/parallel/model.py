@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,8 @@ class ParallelModel:
         self, model: Model, config: ModelConfig, group: Group, store: dist.TCPStore, followers: Followers
     ) -> None:
         self.config = config
+        self.device = model.device
+        self.kernels = model.kernels
         self._model = model
         self._group = group
         self._store = store
@@ -53,13 +55,21 @@ class ParallelModel:
         """See `Model.allocate_kv`; each rank has the KV of its own heads."""
         self._everywhere(Order.allocate(num_blocks, block_size))
 
-    def copy_blocks(self, copies: Iterable[tuple[int, int, int]]) -> None:
+    def kv_block_bytes(self, block_size: int) -> int:
+        """Bytes of one block in all layers on this rank's device; the others take as much."""
+        return self._model.kv_block_bytes(block_size)
+
+    def record_decodes(self, most: int, longest: int) -> None:
+        """See `Model.record_decodes`."""
+        self._everywhere(Order.record(most, longest))
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """See `Model.copy_blocks`."""
         self._everywhere(Order.copy(copies))
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
+    def forward(self, batch: ForwardBatch, drawn: Tensor | None = None) -> Tensor:
         """See `Model.forward`."""
-        logits = self._everywhere(Order.forward(batch))
+        logits = self._everywhere(Order.forward(batch, drawn))
         assert logits is not None, "a forward pass gives logits"
         return logits
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from replica.batch import ForwardBatch
-from replica.parallel.orders import HEADER_SIZE, Kind, Order, payload_size
+from replica.parallel.orders import HEADER_SIZE, Kind, Order, drawn_size, payload_size
 
 
 def travel(order):
@@ -27,7 +27,11 @@ class Notes:
     def copy_blocks(self, copies):
         self.calls.append(("copy", *copies))
 
-    def forward(self, batch):
+    def record_decodes(self, *sizes):
+        self.calls.append(("record", *sizes))
+
+    def forward(self, batch, drawn):
+        assert drawn is None
         self.calls.append(batch)
         return torch.zeros(1)
 
@@ -55,5 +59,16 @@ def test_copies_and_room():
     assert travel(Order.copy([(1, 2, 3), (4, 5, 6)])).carry_out(model) is None
     assert travel(Order.copy([])).carry_out(model) is None
     assert travel(Order.allocate(512, 16)).carry_out(model) is None
-    assert model.calls == [("copy", (1, 2, 3), (4, 5, 6)), ("copy",), ("allocate", 512, 16)]
+    assert travel(Order.record(8, 4096)).carry_out(model) is None
+    done = [("copy", (1, 2, 3), (4, 5, 6)), ("copy",), ("allocate", 512, 16), ("record", 8, 4096)]
+    assert model.calls == done
     assert travel(Order.allocate(1, 2)).kind is Kind.ALLOCATE
+
+
+def test_what_was_drawn_is_announced_and_comes_another_way():
+    batch = ForwardBatch.build([([5], 0, np.array([1]), 0)], block_size=4)
+    for drawn, size in ((torch.tensor([7, 8, 9]), 3), (torch.empty(0, dtype=torch.int64), 0), (None, None)):
+        order = Order.forward(batch, drawn)
+        header, payload = order.encode()
+        assert drawn_size(header) == size
+        assert Order.decode(header, payload, drawn).drawn is drawn

@@ -24,13 +24,9 @@ from replica.worker import EngineWorker
 from tests.replica.test_hf_folders import save
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-SETTINGS = {
-    "model": "random:tiny",
-    "block_size": 4,
-    "num_blocks": 128,
-    "threads": 1,
-    "hash_secret": b"secret",
-}
+CPU = {"device": "cpu", "dtype": "float32", "threads": 1}
+TINY = {"model": "random:tiny", "block_size": 4, "num_blocks": 128, "hash_secret": b"secret"}
+SETTINGS = {**CPU, **TINY}
 
 
 class Kept:
@@ -73,17 +69,20 @@ def forward(model, ids):
     model.copy_blocks([(1, 11, 3), (5, 12, 4)])
     table[[0, 4]] = 12, 11
     second = model.forward(ForwardBatch.build([(ids[19:20], 19, table, 1), (ids[:9], 0, table + 13, 2)], 4))
-    return torch.cat((first, second))
+    unknown = ForwardBatch.build([(np.array([-2]), 20, table, 1)], 4)
+    third = model.forward(unknown, torch.tensor([3, int(ids[20])]))
+    return torch.cat((first, second, third))
 
 
 def test_logits_with_biases_and_norms_of_heads(tmp_path, launch):
     save(tmp_path, "Qwen3", {"head_dim": 12, "attention_bias": True})
-    config = EngineConfig(model=str(tmp_path), threads=1, tensor_parallel=2)
+    config = EngineConfig(model=str(tmp_path), **CPU, tensor_parallel=2)
     whole, facts = load_model(str(tmp_path))
     parts = start(config, torch.float32, launch)
     ids = np.arange(41) * 31 % 97
     assert torch.allclose(forward(parts, ids), forward(whole, ids), atol=2e-5, rtol=0)
     assert parts.config == facts
+    assert parts.kv_block_bytes(4) * 2 == whole.kv_block_bytes(4)
     assert [process.is_running() for process in launch.processes] == [True]
     parts.close()
     assert not any(process.is_running() for process in launch.processes)
@@ -209,7 +208,7 @@ def test_an_error_in_one_rank_is_told_and_ends_all(tmp_path):
     for name, vocab in (("all", 97), ("less", 90)):
         save(tmp_path / name, "Llama", {"vocab_size": vocab, "tie_word_embeddings": False})
     launch = OtherModel(str(tmp_path / "less"))
-    config = EngineConfig(model=str(tmp_path / "all"), threads=1, tensor_parallel=2)
+    config = EngineConfig(model=str(tmp_path / "all"), **CPU, tensor_parallel=2)
     model = start(config, torch.float32, launch)
     model.allocate_kv(4, 4)
     batch = ForwardBatch.build([(np.array([95, 3]), 0, np.array([0]), 0)], 4)
