@@ -12,8 +12,9 @@ from kvcore.cache import PrefixCache
 from kvcore.hashing import PrefixHasher
 from kvcore.warm_up import warm_up
 from replica.config import EngineConfig
-from replica.engine import Engine, longest_context
+from replica.engine import Engine
 from replica.errors import ConfigError
+from replica.limits import longest_context
 from replica.memory import CudaMemory, allocate, gib, measured_blocks
 from replica.model import Model
 from replica.models import load_model, load_tokenizer
@@ -54,7 +55,8 @@ def build_engine(config: EngineConfig, launch: Launch = ChildProcesses) -> Engin
 
 
 def settled(config: EngineConfig) -> EngineConfig:
-    """With dtype and device instead of "auto". Raises `ConfigError` for those that are not there."""
+    """With dtype and device instead of "auto", and `overlap` decided. Raises `ConfigError` for what is not
+    there."""
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -71,7 +73,8 @@ def settled(config: EngineConfig) -> EngineConfig:
         dtype = "bfloat16" if kind == "cuda" else "float32"
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype {dtype!r} is none of {', '.join(_DTYPES)}")
-    return replace(config, device=device, dtype=dtype)
+    overlap = kind == "cuda" if config.overlap is None else config.overlap
+    return replace(config, device=device, dtype=dtype, overlap=overlap)
 
 
 def use_device(device: torch.device) -> None:

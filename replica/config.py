@@ -21,6 +21,8 @@ class EngineConfig:
         memory_share: the part of a GPU's memory that may be in use, weights, steps, CUDA graphs, KV blocks
             and other processes together, when num_blocks is measured.
         cuda_graphs: replay recorded decode steps; None does so on a GPU.
+        overlap: schedule and launch the next step while one is computing; None does so on a GPU. Answers are
+            the same.
         max_batch_tokens: token budget of one step, decodes included. Larger prefill chunks are more
             efficient, smaller ones disturb running decodes less.
         max_num_seqs: sequences that run at once.
@@ -47,6 +49,7 @@ class EngineConfig:
     num_blocks: int | None = None
     memory_share: float = 0.9
     cuda_graphs: bool | None = None
+    overlap: bool | None = None
     max_batch_tokens: int = 512
     max_num_seqs: int = 64
     max_queue: int = 256

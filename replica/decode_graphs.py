@@ -149,7 +149,10 @@ class DecodeGraphs:
         contexts[:rows] = batch.context_lens
         tables = np.ascontiguousarray(batch.block_tables[:, : static.tables.shape[1]], dtype=np.int32)
         sent_ints, sent_contexts, sent_tables = self._inputs.staging.put([ints, contexts, tables])
-        sent_ints[0, :rows] = resolved(sent_ints[0, :rows], batch, drawn)
+        ids = sent_ints[0, :rows]
+        known = resolved(ids, batch, drawn)
+        if known is not ids:
+            ids.copy_(known)
         static.ints[:, :size].copy_(sent_ints)
         static.contexts[:size].copy_(sent_contexts)
         static.tables[:rows, : tables.shape[1]].copy_(sent_tables)

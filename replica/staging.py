@@ -71,3 +71,21 @@ class Staging:
         event.record(torch.cuda.current_stream(self._device))
         self._sent[self._turn] = event
         return sent
+
+
+class Fetched:
+    """A tensor on its way to the host, behind what its stream has to do."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host, self._event = tensor, None
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def wait(self) -> Tensor:
+        """The values, on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host

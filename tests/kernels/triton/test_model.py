@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from kernels import triton as fast
+from replica import draws
 from replica.batch import ForwardBatch
 from replica.build import build_engine
 from replica.config import EngineConfig
+from replica.decode_graphs import PlainRecorder
 from replica.models import load_model
 from replica.request import Request, SamplingParams
 
@@ -59,3 +62,41 @@ def test_greedy_tokens(device, monkeypatch, dtype):
     monkeypatch.setenv("WARMROUTE_KERNELS", "triton")
     assert answers(device, dtype) == expected
     assert [(cached, len(tokens)) for cached, tokens in expected] == [(0, 3), (27, 3)]
+
+
+def together(engine):
+    """Answers of a greedy, a seeded and a reporting request that decode together."""
+    wanted = [
+        {"temperature": 0.0, "max_tokens": 9},
+        {"temperature": 2.0, "seed": 3, "max_tokens": 12},
+        {"temperature": 0.0, "logprobs": 1, "max_tokens": 4},
+    ]
+    for index, params in enumerate(wanted):
+        tokens = np.arange(20 + index, dtype=np.int32) * 7 % 250 + 3
+        engine.add(Request(str(index), tokens, SamplingParams(ignore_eos=True, **params)))
+    found = {}
+    while engine.has_work():
+        for output in engine.step():
+            assert output.failure is None
+            found.setdefault(output.request_id, []).extend(output.tokens)
+    return found
+
+
+def test_everything_that_a_gpu_does(device, monkeypatch):
+    """Recorded decodes, draws on the device and steps ahead of each other, against none of them."""
+    settings = {"model": "random:tiny", "num_blocks": 24, "max_num_seqs": 4, "hash_secret": b"secret"}
+    options = {"dtype": "float32", "max_model_len": 64, "device": device.type}
+    plain = build_engine(EngineConfig(**settings, **options, overlap=False, cuda_graphs=False))
+    monkeypatch.setenv("WARMROUTE_KERNELS", "triton")
+    engine = build_engine(EngineConfig(**settings, **options, overlap=True))
+    model = engine._runner._model
+    if device.type == "cpu":
+        monkeypatch.setattr(draws, "_kernel", lambda _: fast.sample)
+        model.record_decodes(4, 64, PlainRecorder())
+    replays = []
+    replay = model._graphs.run
+    model._graphs.run = lambda *args: replays.append(replay(*args)) or replays[-1]
+    assert together(engine) == together(plain)
+    assert sum(hidden is not None for hidden in replays) >= 8
+    engine.cache.check()
+    assert engine.cache.stats().held == 0

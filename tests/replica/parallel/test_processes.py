@@ -57,7 +57,8 @@ def launch():
 
 @pytest.fixture(scope="module")
 def pair():
-    engine = build_engine(EngineConfig(**SETTINGS, tensor_parallel=2))
+    """Overlapping, so that drawn tokens travel between the ranks, too."""
+    engine = build_engine(EngineConfig(**SETTINGS, tensor_parallel=2, overlap=True))
     yield engine
     engine.close()
 
