@@ -11,6 +11,7 @@ import torch
 from kvcore.cache import PrefixCache
 from kvcore.hashing import PrefixHasher
 from kvcore.warm_up import warm_up
+from replica.choice import EngineTokenizer
 from replica.config import EngineConfig
 from replica.decode_graphs import CudaRecorder
 from replica.engine import Engine
@@ -36,17 +37,23 @@ def build_engine(config: EngineConfig) -> Engine:
         ModelError: the model cannot be had or read.
     """
     config = settled(config)
-    device = torch.device(config.device)
-    use_device(device)
-    model = _load(config, device)
-    blocks = _allocate(config, model, device)
+    use_device(torch.device(config.device))
+    return assemble(config, _load(config), load_tokenizer(config.model))
+
+
+def assemble(config: EngineConfig, model: Model, tokenizer: EngineTokenizer) -> Engine:
+    """An engine of a model that is loaded; `config` is `settled`.
+
+    Raises:
+        ConfigError: the device has too little memory.
+    """
+    blocks = _allocate(config, model)
     if replays(config, model):
-        longest = longest_context(config, model.config.context_length, blocks)
-        _record(config, model, longest)
+        _record(config, model, longest_context(config, model.config.context_length, blocks))
     warm_up()
     hasher = PrefixHasher(config.hash_secret)
     cache = PrefixCache(blocks, config.block_size, hasher, policy=config.eviction)
-    return Engine(config, model, load_tokenizer(config.model), cache)
+    return Engine(config, model, tokenizer, cache)
 
 
 def settled(config: EngineConfig) -> EngineConfig:
@@ -88,7 +95,8 @@ def replays(config: EngineConfig, model: Model) -> bool:
     return able and config.cuda_graphs is not False
 
 
-def _load(config: EngineConfig, device: torch.device) -> Model:
+def _load(config: EngineConfig) -> Model:
+    device = torch.device(config.device)
     try:
         return load_model(config.model, dtype=_DTYPES[config.dtype], device=device)[0]
     except torch.OutOfMemoryError as error:
@@ -99,9 +107,9 @@ def _load(config: EngineConfig, device: torch.device) -> Model:
         ) from error
 
 
-def _allocate(config: EngineConfig, model: Model, device: torch.device) -> int:
+def _allocate(config: EngineConfig, model: Model) -> int:
     """Make room for KV blocks; how many."""
-    blocks = config.num_blocks
+    blocks, device = config.num_blocks, model.device
     if blocks is None:
         blocks = CPU_BLOCKS
         if device.type == "cuda":
