@@ -11,6 +11,7 @@ import torch
 from kvcore.cache import PrefixCache
 from kvcore.hashing import PrefixHasher
 from kvcore.warm_up import warm_up
+from replica.choice import EngineTokenizer
 from replica.config import EngineConfig
 from replica.engine import Engine
 from replica.errors import ConfigError
@@ -41,17 +42,28 @@ def build_engine(config: EngineConfig, launch: Launch = ChildProcesses) -> Engin
         EngineDead: another rank could not start.
     """
     config = settled(config)
-    device = torch.device(config.device)
-    use_device(device)
-    model = _load(config, device, launch)
-    blocks = _allocate(config, model, device)
+    use_device(torch.device(config.device))
+    model = _load(config, launch)
+    try:
+        return assemble(config, model, load_tokenizer(config.model))
+    except BaseException:
+        model.close()  # or other ranks would stay until somebody collects it
+        raise
+
+
+def assemble(config: EngineConfig, model: BuiltModel, tokenizer: EngineTokenizer) -> Engine:
+    """An engine of a model that is loaded; `config` is `settled`.
+
+    Raises:
+        ConfigError: the device has too little memory.
+    """
+    blocks = _allocate(config, model)
     if replays(config, model):
-        longest = longest_context(config, model.config.context_length, blocks)
-        _record(config, model, longest)
+        _record(config, model, longest_context(config, model.config.context_length, blocks))
     warm_up()
     hasher = PrefixHasher(config.hash_secret)
     cache = PrefixCache(blocks, config.block_size, hasher, policy=config.eviction)
-    return Engine(config, model, load_tokenizer(config.model), cache)
+    return Engine(config, model, tokenizer, cache)
 
 
 def settled(config: EngineConfig) -> EngineConfig:
@@ -93,8 +105,8 @@ def replays(config: EngineConfig, model: BuiltModel) -> bool:
     return able and config.cuda_graphs is not False
 
 
-def _load(config: EngineConfig, device: torch.device, launch: Launch) -> BuiltModel:
-    dtype = _DTYPES[config.dtype]
+def _load(config: EngineConfig, launch: Launch) -> BuiltModel:
+    device, dtype = torch.device(config.device), _DTYPES[config.dtype]
     try:
         if config.tensor_parallel > 1:
             return start(config, dtype, launch)
@@ -107,9 +119,9 @@ def _load(config: EngineConfig, device: torch.device, launch: Launch) -> BuiltMo
         ) from error
 
 
-def _allocate(config: EngineConfig, model: BuiltModel, device: torch.device) -> int:
+def _allocate(config: EngineConfig, model: BuiltModel) -> int:
     """Make room for KV blocks; how many."""
-    blocks = config.num_blocks
+    blocks, device = config.num_blocks, model.device
     if blocks is None:
         blocks = CPU_BLOCKS
         if device.type == "cuda":

@@ -19,6 +19,7 @@ from replica.batch import ForwardBatch
 from replica.config import EngineConfig
 from replica.decode_graphs import ladder
 from replica.errors import ConfigError
+from replica.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ class CudaMemory:
 
 class ProfiledModel(Protocol):
     """What is measured."""
+
+    config: ModelConfig
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Make room for KV blocks; replaces what was there."""
@@ -126,7 +129,7 @@ def measured_blocks(config: EngineConfig, model: ProfiledModel, memory: DeviceMe
 
 def _step_bytes(config: EngineConfig, model: ProfiledModel, memory: DeviceMemory, free: int) -> int:
     """What the largest step takes and would like to keep; the libraries it brings in are counted, too."""
-    batch = largest_batch(config)
+    batch = largest_batch(config, model.config.context_length)
     try:
         model.allocate_kv(int(batch.block_tables.max()) + 1, config.block_size)
         logits = model.forward(batch)
@@ -143,14 +146,15 @@ def _step_bytes(config: EngineConfig, model: ProfiledModel, memory: DeviceMemory
     return max(taken, 0)
 
 
-def largest_batch(config: EngineConfig) -> ForwardBatch:
+def largest_batch(config: EngineConfig, context_length: int) -> ForwardBatch:
     """max_batch_tokens new tokens, which want as many rows of logits as there can be sequences.
 
-    All sequences use the same blocks: nobody reads what comes out.
+    Fewer tokens if no context is that long. All sequences use the same blocks: nobody reads what comes out.
     """
     rows = config.max_num_seqs
     lens = np.full(rows, config.max_batch_tokens // rows)
     lens[: config.max_batch_tokens % rows] += 1
+    lens = np.minimum(lens, min(context_length, config.max_model_len or context_length))
     blocks = np.arange(-(-int(lens.max()) // config.block_size))
     return ForwardBatch.build([(np.zeros(n, dtype=np.int64), 0, blocks, 1) for n in lens], config.block_size)
 

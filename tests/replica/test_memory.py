@@ -15,6 +15,7 @@ from replica.memory import (
     measured_blocks,
 )
 from replica.models import load_model
+from replica.random_model import tiny_config
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -29,6 +30,7 @@ class Ledger:
     def __init__(self, total, used, step=0, fails_at=None):
         self.total, self.used, self.step, self.fails_at = total, used, step, fails_at
         self.kept, self.blocks, self.batches = 0, [], []
+        self.config = tiny_config()
 
     def free(self):
         return self.total - self.used - self.kept
@@ -69,10 +71,15 @@ def test_arithmetic(use, share, blocks):
 
 
 def test_the_largest_batch_has_all_tokens_and_all_rows():
-    batch = largest_batch(config())
+    batch = largest_batch(config(), 4096)
     assert batch.query_lens.tolist() == [3, 3, 2, 2] == batch.context_lens.tolist()
     assert batch.logit_rows.tolist() == [2, 5, 7, 9]
     assert batch.block_tables.tolist() == [[0, 1]] * 4
+
+
+def test_no_sequence_of_it_is_longer_than_the_context():
+    assert largest_batch(config(max_num_seqs=1), 7).positions.tolist() == list(range(7))
+    assert largest_batch(config(max_num_seqs=1, max_model_len=5), 7).positions.tolist() == list(range(5))
 
 
 def test_the_step_is_measured_and_graphs_have_their_room():
