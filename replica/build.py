@@ -33,6 +33,14 @@ def build_engine(config: EngineConfig, launch: Launch = ChildProcesses) -> Engin
         model = start(config, _DTYPES[config.dtype], launch)
     else:
         model, _ = load_model(config.model, dtype=_DTYPES[config.dtype], device=config.device)
+    try:
+        return _assemble(config, model)
+    except BaseException:
+        model.close()  # or other ranks would stay until somebody collects it
+        raise
+
+
+def _assemble(config: EngineConfig, model: Model | ParallelModel) -> Engine:
     model.allocate_kv(config.num_blocks, config.block_size)
     warm_up()
     hasher = PrefixHasher(config.hash_secret)

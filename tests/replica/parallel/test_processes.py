@@ -15,7 +15,7 @@ import torch
 from replica.batch import ForwardBatch
 from replica.build import build_engine
 from replica.config import EngineConfig
-from replica.errors import ConfigError, EngineDead
+from replica.errors import ConfigError, EngineDead, ModelNotFound
 from replica.models import load_model
 from replica.parallel.follower import Task, command
 from replica.parallel.launch import ChildProcesses, on_own_device
@@ -201,6 +201,13 @@ def test_a_rank_that_cannot_load_its_part():
         EngineDead, match="could not start: rank 1 failed: ModelNotFound: no model 'no/such/mo"
     ):
         start(config, torch.float32, launch)
+    assert not any(process.is_running() for process in launch.processes)
+
+
+def test_no_rank_stays_when_the_engine_cannot_be_built(tmp_path, launch):
+    save(tmp_path, "Llama", {})  # a model without a tokenizer
+    with pytest.raises(ModelNotFound, match=r"tokenizer\.json"):
+        build_engine(EngineConfig(model=str(tmp_path), threads=1, tensor_parallel=2), launch)
     assert not any(process.is_running() for process in launch.processes)
 
 
