@@ -6,6 +6,8 @@ A copy from pageable memory, or one copy an array, would each make the host wait
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +17,11 @@ from torch import Tensor
 Array = npt.NDArray[np.integer] | npt.NDArray[np.float32]
 
 _ALIGN = 16  # bytes; Triton compiles another kernel for addresses that are less aligned
-_TYPES = {np.dtype("int64"): torch.int64, np.dtype("int32"): torch.int32, np.dtype("float32"): torch.float32}
+_TYPES: dict[Any, torch.dtype] = {
+    np.dtype("int64"): torch.int64,
+    np.dtype("int32"): torch.int32,
+    np.dtype("float32"): torch.float32,
+}
 _AT_LEAST = 1 << 16
 
 
@@ -29,48 +35,60 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cuda = device.type == "cuda"
-        self._buffers = [self._buffer(0), self._buffer(0)]
+        self._buffers = [_buffer(0, self._cuda), _buffer(0, self._cuda)]
         self._sent: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
 
     def put(self, arrays: Sequence[Array]) -> list[Tensor]:
         """Arrays of int64, int32 or float32 as tensors of the device, in the order of the current stream."""
-        starts, end = [], 0
+        places, end = [], 0
         for array in arrays:
-            starts.append(end)
+            start = end // array.itemsize
+            places.append(slice(start, start + array.size))
             end += -(-array.nbytes // _ALIGN) * _ALIGN
-        host = self._free_buffer(end)
-        memory = host.numpy()
-        for array, start in zip(arrays, starts, strict=True):
-            memory[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
-        sent = self._send(host[:end])
+        buffer = self._free_buffer(end)
+        for array, place in zip(arrays, places, strict=True):
+            buffer.arrays[array.dtype][place] = array.reshape(-1)
+        sent = self._send(buffer.memory, end)
+        typed = {dtype: sent.view(_TYPES[dtype]) for dtype in {array.dtype for array in arrays}}
+        flat = [typed[array.dtype][place] for array, place in zip(arrays, places, strict=True)]
         return [
-            sent[start : start + array.nbytes].view(_TYPES[array.dtype]).view(array.shape)
-            for array, start in zip(arrays, starts, strict=True)
+            part if array.ndim == 1 else part.view(array.shape)
+            for part, array in zip(flat, arrays, strict=True)
         ]
 
-    def _free_buffer(self, nbytes: int) -> Tensor:
+    def _free_buffer(self, nbytes: int) -> _Buffer:
         """The buffer whose turn it is, once its last copy is done; a larger one if it has to be."""
         self._turn = 1 - self._turn
         event = self._sent[self._turn]
         if event is not None:
             event.synchronize()
-        if nbytes > len(self._buffers[self._turn]):
-            self._buffers[self._turn] = self._buffer(nbytes)
+        if nbytes > len(self._buffers[self._turn].memory):
+            self._buffers[self._turn] = _buffer(nbytes, self._cuda)
         return self._buffers[self._turn]
 
-    def _buffer(self, nbytes: int) -> Tensor:
-        room = max(_AT_LEAST, 1 << max(nbytes - 1, 0).bit_length())
-        return torch.empty(room, dtype=torch.uint8, pin_memory=self._cuda)
-
-    def _send(self, host: Tensor) -> Tensor:
+    def _send(self, host: Tensor, nbytes: int) -> Tensor:
         if not self._cuda:
             return host
-        sent = host.to(self._device, non_blocking=True)
+        sent = host[:nbytes].to(self._device, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         self._sent[self._turn] = event
         return sent
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """uint8 memory, and the same as arrays of each type."""
+
+    memory: Tensor
+    arrays: dict[Any, npt.NDArray[Any]]
+
+
+def _buffer(nbytes: int, pinned: bool) -> _Buffer:
+    room = max(_AT_LEAST, 1 << max(nbytes - 1, 0).bit_length())
+    memory = torch.empty(room, dtype=torch.uint8, pin_memory=pinned)
+    return _Buffer(memory, {dtype: memory.numpy().view(dtype) for dtype in _TYPES})
 
 
 class Fetched:
