@@ -2,11 +2,13 @@
 
     PYTHONPATH=. python benchmarks/gpu.py                    # checks, then times
     PYTHONPATH=. python benchmarks/gpu.py --only checks      # or: --only timings
+    PYTHONPATH=. python benchmarks/gpu.py --only engine      # the whole engine, random weights of an 8B shape
     PYTHONPATH=. python benchmarks/gpu.py --tune             # other tiles, too: a table for configs.py
     TRITON_INTERPRET=1 PYTHONPATH=. python benchmarks/gpu.py --tiny --tune   # in small, without a GPU
 
 Prints tables, then one JSON object as the last line. The exit status is 1 when a check fails, not when a
-target is missed. Needs torch, triton and numpy only; FlashInfer is timed if it is there.
+target is missed. Needs torch, triton and numpy only, the engine all that Warmroute needs; FlashInfer is timed
+if it is there.
 
 *share* is the least time over the measured one: for what moves memory, its bytes at the bandwidth of a plain
 copy in the same run; for prefill, the time of torch's flash attention; for a prefix, this kernel's own time
@@ -65,7 +67,7 @@ class Timing:
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", choices=("checks", "timings"))
+    parser.add_argument("--only", choices=("checks", "timings", "engine"))
     parser.add_argument("--tune", action="store_true", help="time other tiles of the attention kernels")
     parser.add_argument(
         "--tiny", action="store_true", help="tiny sizes; works on a CPU with TRITON_INTERPRET=1"
@@ -75,10 +77,13 @@ def main(argv=None):
     if device.type == "cpu" and not arguments.tiny:
         parser.error("there is no GPU; --tiny with TRITON_INTERPRET=1 runs everything in small")
     report = {"gpu": gpu_name(device), "torch": torch.__version__, "triton": triton.__version__}
-    if arguments.only != "timings":
+    size = inputs.TINY if arguments.tiny else inputs.FULL
+    if arguments.only in (None, "checks"):
         report["checks"] = checks(device, arguments.tiny)
-    if arguments.only != "checks":
-        report |= timings(device, inputs.TINY if arguments.tiny else inputs.FULL)
+    if arguments.only in (None, "timings"):
+        report |= timings(device, size)
+    if arguments.only == "engine":
+        report |= engine(device, size, arguments.tiny)
     if arguments.tune:
         report["tiles"] = tune(device, arguments.tiny)
     print(json.dumps(report))
@@ -147,6 +152,17 @@ def timings(device, size):
         "timings": [{**asdict(row), "share": row.share} for row in rows],
         "targets_met": {row.name: row.share >= row.target for row in rows if row.target and row.share},
     }
+
+
+def engine(device, size, tiny):
+    """The table of the whole engine, and what it says, for JSON."""
+    from gpu_engine import measure
+
+    bandwidth = copy_bandwidth(device, size)
+    rows = [Timing(*row[:3], note=row[3]) for row in measure(device, tiny, bandwidth)]
+    show(rows, bandwidth)
+    figures = [{**asdict(row), "share": row.share} for row in rows]
+    return {"copy_bytes_per_s": bandwidth, "engine": figures}
 
 
 def milliseconds(run, device):

@@ -28,7 +28,7 @@ def builders(size, device, dtype, *, dims=()):
 
 def small_builders(size, device, dtype):
     """Everything but attention."""
-    plain = (rope, kv_write, rms_norm, add_rms_norm, silu_mul)
+    plain = (rms_norm, add_rms_norm, silu_mul)
     blocks = (block_copy, block_gather, block_scatter, rope_shift)
     formats = [(make, to) for make in (quantize, dequantize) for to in (torch.float8_e4m3fn, torch.int8)]
     return [
@@ -98,34 +98,6 @@ def rope_kv_write(size, device, dtype, *, float8=False):
         1 / 13 if float8 else rounding(dtype),
         outputs=outputs,
     )
-
-
-def rope(size, device, dtype):
-    x = normal(size.rows, size.heads, size.dim, device=device, dtype=dtype)
-    cos, sin = angles(size.rows, size, device, dtype)
-    return Case(
-        "rope",
-        lambda: [fast.rope(x, cos, sin)],
-        lambda: [reference.rope(x.double(), cos.double(), sin.double())],
-        2 * x.nbytes + 2 * cos.nbytes,
-        rounding(dtype),
-    )
-
-
-def kv_write(size, device, dtype):
-    k, v = (normal(size.rows, size.kv_heads, size.dim, device=device, dtype=dtype, seed=s) for s in (1, 2))
-    caches, _, slots = write_target(size, device, dtype, False)
-
-    def truth():
-        wide = [cache.double() for cache in caches]
-        reference.kv_write(k.double(), v.double(), *wide, slots)
-        return wide
-
-    def run():
-        fast.kv_write(k, v, *caches, slots)
-        return caches
-
-    return Case("kv_write", run, truth, 4 * k.nbytes)
 
 
 def rms_norm(size, device, dtype):

@@ -12,6 +12,7 @@ A row's result does not depend on how many rows it is computed with, bit for bit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,20 +20,23 @@ import torch
 from torch import Tensor
 
 from kernels import cpu_torch, decode_attention, grouped_linear
-from kernels.cpu_torch import block_copy, silu_mul
+from kernels.cpu_torch import STATIC_PLANS, block_copies, layers_of, plan_arrays, silu_mul
 from kernels.grouped import GroupedWeight, Weight
 from kernels.ops import Linear, PagedSeqs
-from kernels.token_rows import kv_write, rms_norm, rope
+from kernels.token_rows import add_rms_norm, rms_norm, rope_kv_write
 
 __all__ = [
-    "block_copy",
-    "kv_write",
+    "STATIC_PLANS",
+    "add_rms_norm",
+    "block_copies",
+    "layers_of",
     "pack_linear",
     "paged_decode",
     "paged_prefill",
     "plan",
+    "plan_arrays",
     "rms_norm",
-    "rope",
+    "rope_kv_write",
     "silu_mul",
 ]
 
@@ -59,7 +63,7 @@ class Plan:
         return cpu_torch.plan(self.seqs, self.window)
 
 
-def plan(seqs: PagedSeqs, window: int | None) -> Plan:
+def plan(seqs: PagedSeqs, window: int | None, arrays: Sequence[Tensor] = ()) -> Plan:
     """Block tables and context lengths, ready to be read by compiled code."""
     contexts = torch.tensor(seqs.context_lens, dtype=torch.int64)
     return Plan(seqs, window, seqs.block_tables.to(torch.int64).contiguous(), contexts)

@@ -14,6 +14,7 @@ What it does differently from `reference`, measured on SmolLM2-135M with one thr
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -23,17 +24,20 @@ from torch import Tensor
 
 from kernels.grouped import Weight, dense
 from kernels.ops import Linear, PagedSeqs
-from kernels.reference import block_copy
+from kernels.reference import STATIC_PLANS, block_copies, layers_of, plan_arrays
 
 __all__ = [
-    "block_copy",
-    "kv_write",
+    "STATIC_PLANS",
+    "add_rms_norm",
+    "block_copies",
+    "layers_of",
     "pack_linear",
     "paged_decode",
     "paged_prefill",
     "plan",
+    "plan_arrays",
     "rms_norm",
-    "rope",
+    "rope_kv_write",
     "silu_mul",
 ]
 
@@ -66,6 +70,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of a sum, and the sum."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding in place."""
     first, second = x.chunk(2, dim=-1)
@@ -80,6 +90,16 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def rope_kv_write(
+    qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+) -> Tensor:
+    """Rotary embedding of queries and keys in place, keys and values to their slots; the queries."""
+    kv_heads = k_cache.shape[2]
+    turned = rope(qkv[:, :-kv_heads], cos, sin)
+    kv_write(turned[:, -kv_heads:], qkv[:, -kv_heads:], k_cache, v_cache, slots)
+    return turned[:, :-kv_heads]
 
 
 def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
@@ -111,7 +131,7 @@ class SeqPieces:
         return cache if self.blocks is None else cache.index_select(0, self.blocks)
 
 
-def plan(seqs: PagedSeqs, window: int | None) -> list[SeqPieces]:
+def plan(seqs: PagedSeqs, window: int | None, arrays: Sequence[Tensor] = ()) -> list[SeqPieces]:
     """Find pieces, gather lists and masks; they are the same in every layer."""
     rows = zip(seqs.query_lens, seqs.context_lens, seqs.block_tables, strict=True)
     if window is None:

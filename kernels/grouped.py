@@ -49,6 +49,17 @@ class GroupedWeight:
         """The outputs int64[n] in this order."""
         return replace(self, codes=self.codes[order], scale=self.scale[order], offset=self.offset[order])
 
+    def part(self, rows: slice, columns: slice) -> GroupedWeight:
+        """A copy of some outputs and inputs; `columns` begins and ends between groups."""
+        start, stop, _ = columns.indices(self.shape[1])
+        groups = slice(start // GROUP, stop // GROUP)
+        return replace(
+            self,
+            codes=self.codes[rows, start:stop].clone(),
+            scale=self.scale[rows, groups].clone(),
+            offset=self.offset[rows, groups].clone(),
+        )
+
 
 Weight = Tensor | GroupedWeight
 

@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -32,6 +34,7 @@ STAND_INS = {"cpu": "cpu_torch", "triton": "reference"}
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 Linear = Callable[[Tensor], Tensor]
+IntArray = npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,24 @@ class PagedSeqs:
     block_size: int
 
 
+@dataclass(frozen=True)
+class AttentionShape:
+    """What a prefill kernel picks its tile by: query heads per KV head, head dimension, dtype, device."""
+
+    group: int
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
 class Kernels(Protocol):
-    """What every implementation provides."""
+    """What every implementation provides.
+
+    `STATIC_PLANS` tells whether attention reads what changes from step to step (block tables, context
+    lengths) from the tensors given to `plan`, so that a CUDA graph can be replayed with others in them.
+    """
+
+    STATIC_PLANS: bool
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """y[T, out] = x[T, in] @ weight[out, in].T + bias; the weight may be kept in another layout."""
@@ -60,17 +79,26 @@ class Kernels(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x[..., n] / sqrt(mean(x**2) + eps) * weight[n]."""
 
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate the halves of x[T, H, D] by cos, sin [T, D // 2] of each token (may work in place)."""
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The norm of x[T, n] + residual[T, n], and that sum: the next residual."""
+
+    def rope_kv_write(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+    ) -> Tensor:
+        """Rotate queries and keys of qkv[T, Hq + 2 * Hkv, D] by cos, sin [T, D // 2] of each token;
+        store keys and values at slots int64[T] of the caches. Returns the queries; may work in place."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up for gate_up[T, 2 * n] = (gate, up)."""
 
-    def kv_write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        """Store k, v [T, Hkv, D] at slots int64[T] of the caches."""
+    def plan_arrays(self, seqs: PagedSeqs, shape: AttentionShape) -> tuple[IntArray, ...]:
+        """What plans of these sequences want on the device: to go over in one copy with other input."""
 
-    def plan(self, seqs: PagedSeqs, window: int | None) -> Any:
-        """Whatever attention needs to know once per forward pass, for all layers with this sliding window."""
+    def plan(self, seqs: PagedSeqs, window: int | None, arrays: Sequence[Tensor] = ()) -> Any:
+        """Whatever attention needs to know once per forward pass, for all layers with this sliding window.
+
+        `arrays`: those of `plan_arrays` on the device; without them they are made when first needed.
+        """
 
     def paged_prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float) -> Tensor:
         """Causal attention of q[T, Hq, D] over each sequence's cached context, whose last tokens q are."""
@@ -78,10 +106,11 @@ class Kernels(Protocol):
     def paged_decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float) -> Tensor:
         """The same for one new token per sequence: q[S, Hq, D]."""
 
-    def block_copy(
-        self, caches: Sequence[tuple[Tensor, Tensor]], src: int, dst: int, num_tokens: int
-    ) -> None:
-        """Copy the first num_tokens slots of block src to block dst in every layer."""
+    def layers_of(self, caches: Sequence[tuple[Tensor, Tensor]]) -> Any:
+        """Whatever `block_copies` needs to know of the caches, one pair a layer; made once."""
+
+    def block_copies(self, layers: Any, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy the first n slots of block src to block dst, in all layers, for each (src, dst, n) in turn."""
 
 
 def select(device: torch.device, dtype: torch.dtype) -> Kernels:

@@ -35,35 +35,29 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + D / 2) of x[T, H, D], whose last dimension is contiguous, in place."""
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x[T, n] + residual[T, n], and that sum."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rope_kv_write(
+    qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+) -> Tensor:
+    """Turn the pairs (i, i + D / 2) of queries and keys in place, copy keys and values to slots int64[T].
+
+    Each token of qkv[T, Hq + 2 * Hkv, D] is contiguous. Returns the queries, a view.
+    """
+    tokens, all_heads, dim = qkv.shape
+    kv_heads, row, start = k_cache.shape[2], qkv.stride(0), qkv.data_ptr()
+    heads, size = all_heads - 2 * kv_heads, kv_heads * dim
     cos, sin = cos.contiguous(), sin.contiguous()
-    _rope(
-        len(x),
-        x.shape[1],
-        x.shape[2] // 2,
-        x.data_ptr(),
-        x.stride(0),
-        x.stride(1),
-        cos.data_ptr(),
-        sin.data_ptr(),
-    )
-    return x
-
-
-def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Copy k, v [T, Hkv, D], each token contiguous, to slots int64[T]."""
-    _kv_write(
-        len(k),
-        k.shape[1] * k.shape[2],
-        slots.data_ptr(),
-        k.data_ptr(),
-        k.stride(0),
-        k_cache.data_ptr(),
-        v.data_ptr(),
-        v.stride(0),
-        v_cache.data_ptr(),
-    )
+    _rope(tokens, heads + kv_heads, dim // 2, start, row, dim, cos.data_ptr(), sin.data_ptr())
+    # Addresses instead of slices, which would take longer than the copy.
+    keys = start + heads * dim * qkv.element_size()
+    values = keys + size * qkv.element_size()
+    _kv_write(tokens, size, slots.data_ptr(), keys, row, k_cache.data_ptr(), values, row, v_cache.data_ptr())
+    return qkv[:, :heads]
 
 
 @numba.njit(fastmath={"contract", "reassoc", "nsz"})

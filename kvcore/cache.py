@@ -146,6 +146,20 @@ class PrefixCache:
             self._check_live(lease)
             self._state.append(lease, tokens)
 
+    def settle(self, lease: Lease, start: int, tokens: Tokens) -> None:
+        """Tell what tokens int32[m] from place `start` on are, which were recorded before that was known.
+
+        Raises `StaleLease`; `InvalidRequest` for tokens that are not recorded, or committed already.
+        """
+        tokens = as_tokens(tokens)
+        with self._lock:
+            self._check_live(lease)
+            if not lease.computed <= start <= len(lease) - len(tokens):
+                raise InvalidRequest(
+                    f"tokens {start}..{start + len(tokens)} are not in {lease.computed}..{len(lease)}"
+                )
+            lease.settle(start, tokens)
+
     def commit(self, lease: Lease, computed: int) -> None:
         """The KV of the first `computed` tokens is written, all of it: make the full blocks visible.
 

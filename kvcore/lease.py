@@ -116,6 +116,12 @@ class Lease:
             self._block_ids[self._num_blocks : end] = blocks
             self._num_blocks = end
 
+    def settle(self, start: int, tokens: npt.NDArray[np.int32]) -> None:
+        """Replace recorded tokens, from place `start` on; none of them is computed."""
+        self._token_buffer[start : start + len(tokens)] = tokens
+        if self._hashed > start // self.block_size:
+            self._hashed, self._chain = start // self.block_size, None
+
     def cut(self, length: int) -> BlockIds:
         """Forget the tokens after the first `length`; returns the blocks that are no longer needed."""
         size, keep = self.block_size, -(-length // self.block_size)

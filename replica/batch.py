@@ -21,7 +21,8 @@ class ForwardBatch:
     """S sequences with T new tokens in all.
 
     Attributes:
-        token_ids: int[T], the new tokens of all sequences, one after another.
+        token_ids: int[T], the new tokens of all sequences, one after another; -1 - row stands for the token
+            drawn in that row of the step before, which is on the device only.
         positions: int[T], absolute position of each new token in its sequence.
         slots: int[T], KV slot each token's key and value are written to.
         query_lens: int[S], new tokens of each sequence (>= 1, their sum is T).

@@ -13,17 +13,26 @@ class EngineConfig:
 
     Attributes:
         model: a known name ("smollm2-135m", "random:tiny"), a .gguf file or a Hugging Face folder.
-        dtype: torch dtype of weights and KV.
-        device: torch device.
+        dtype: torch dtype of weights and KV; "auto" is bfloat16 on a GPU and float32 on a CPU.
+        device: torch device; "auto" is a GPU where there is one.
         block_size: tokens in a KV block.
-        num_blocks: KV blocks in the pool. A block of smollm2-135m in float32 takes 720 KiB.
+        num_blocks: KV blocks in the pool. None takes what `memory_share` has room for on a GPU (see
+            `replica.memory`), 1024 on a CPU. A block of smollm2-135m in float32 takes 720 KiB.
+        memory_share: the part of a GPU's memory that may be in use, weights, steps, CUDA graphs, KV blocks
+            and other processes together, when num_blocks is measured.
+        cuda_graphs: replay recorded decode steps; None does so on a GPU.
+        overlap: schedule and launch the next step while one is computing; None does so on a GPU. Answers are
+            the same.
         max_batch_tokens: token budget of one step, decodes included. Larger prefill chunks are more
             efficient, smaller ones disturb running decodes less.
         max_num_seqs: sequences that run at once.
         max_queue: sequences that may wait; one more request is refused with `QueueFull`.
         max_model_len: longest prompt plus answer in tokens; None takes the model's context. Never more than
             fits into the pool.
-        threads: torch threads of the engine's own thread; None leaves torch's choice.
+        threads: torch threads of the engine's own thread, and of each other rank; None leaves torch's choice.
+        tensor_parallel: processes (ranks) that compute the model together, each with its part of the weights
+            and of every KV block, on a device of its own (CPUs are shared).
+        parallel_timeout_s: how long a rank waits for the others in a step before the engine gives up.
         eviction: eviction policy of the prefix cache.
         draft_tokens: guesses that a decode checks beside its token, looked up in the sequence itself
             (speculative decoding); answers are the same with any number. 0 guesses nothing.
@@ -34,15 +43,20 @@ class EngineConfig:
     """
 
     model: str = "smollm2-135m"
-    dtype: str = "float32"
-    device: str = "cpu"
+    dtype: str = "auto"
+    device: str = "auto"
     block_size: int = 16
-    num_blocks: int = 1024
+    num_blocks: int | None = None
+    memory_share: float = 0.9
+    cuda_graphs: bool | None = None
+    overlap: bool | None = None
     max_batch_tokens: int = 512
     max_num_seqs: int = 64
     max_queue: int = 256
     max_model_len: int | None = None
     threads: int | None = None
+    tensor_parallel: int = 1
+    parallel_timeout_s: float = 60.0
     eviction: str = "reuse"
     draft_tokens: int = 0
     hash_secret: bytes | None = field(default=None, repr=False)
@@ -54,21 +68,27 @@ class EngineConfig:
         """Raise `ConfigError` for sizes that cannot work."""
         positive = (
             "block_size",
-            "num_blocks",
             "max_batch_tokens",
             "max_num_seqs",
             "max_queue",
             "max_failed_steps",
+            "tensor_parallel",
         )
         for name in positive:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.num_blocks is not None and self.num_blocks < 1:
+            raise ConfigError(f"num_blocks must be at least 1, not {self.num_blocks}")
+        if not 0 < self.memory_share <= 1:
+            raise ConfigError(f"memory_share must be above 0 and at most 1, not {self.memory_share}")
         if self.draft_tokens < 0:
             raise ConfigError(f"draft_tokens must be 0 or more, not {self.draft_tokens}")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads must be at least 1, not {self.threads}")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"max_model_len must be at least 2, not {self.max_model_len}")
+        if not self.parallel_timeout_s > 0:
+            raise ConfigError(f"parallel_timeout_s must be above 0, not {self.parallel_timeout_s}")
         if self.max_batch_tokens < self.max_num_seqs:
             # Otherwise decodes alone could use up every step, and a prefill would never come to run.
             raise ConfigError(
@@ -78,5 +98,10 @@ class EngineConfig:
 
     @property
     def layout(self) -> str:
-        """Names the format of the KV, a part of the cache namespace: blocks of another layout never match."""
-        return f"{self.dtype}-b{self.block_size}"
+        """Names the format of the KV, a part of the cache namespace: blocks of another layout never match.
+
+        Of a configuration whose dtype is settled. With several ranks a block is in as many pieces, each with
+        some of the heads, and its numbers are rounded in another order than one process would.
+        """
+        ranks = f"-tp{self.tensor_parallel}" if self.tensor_parallel > 1 else ""
+        return f"{self.dtype}-b{self.block_size}{ranks}"

@@ -2,23 +2,29 @@
 
 All speak plain dicts with a version. `generate` streams start, delta, end or error chunks; `poll` is the
 long poll by which every router learns what this replica's cache holds and how busy it is; the others are for
-administration. The engine steps
-in a thread of its own, so health checks, aborts and polls are answered while a prefill runs.
+administration. The engine steps in a thread of its own, so health checks, aborts and polls are answered while
+a prefill runs. A tensor-parallel replica has an actor for each further rank, in its own placement group.
 """
 
 import asyncio
 import dataclasses
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent import futures
 from typing import Any
 
 import numpy as np
+import ray
 from ray import serve
+from ray.util import get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from replica.config import EngineConfig
 from replica.errors import ConfigError, ReplicaError
-from replica.models import load_tokenizer
+from replica.models import load_config, load_tokenizer
+from replica.parallel.follower import Task, follow
+from replica.parallel.shard import check_split
 from replica.request import Request, SamplingParams, error_chunk, tokens_from_wire
 from replica.tokenizer import Tokenizer
 from replica.worker import EngineWorker, build_worker
@@ -46,6 +52,12 @@ def engine_config(model: str, options: dict[str, Any], **more: Any) -> EngineCon
         raise ConfigError(f"engine options: {error}") from error
 
 
+def check_ranks(config: EngineConfig) -> None:
+    """Raise `ConfigError` for a model that `tensor_parallel` ranks cannot share, or a `ModelError`."""
+    if config.tensor_parallel > 1:
+        check_split(load_config(config.model), config.tensor_parallel)
+
+
 def load_codec(model: str) -> Tokenizer:
     """Tokenizer and chat template of a model, for the router's side of a request."""
     return load_tokenizer(model)
@@ -65,6 +77,49 @@ def log_to_stderr() -> None:
         package.handlers = [handler]
 
 
+class Rank:
+    """Another rank of a replica's model."""
+
+    def follow(self, task: Task) -> None:
+        """Take part until the replica has gone; the actor ends with it."""
+        log_to_stderr()
+        follow(task)
+
+
+class RayFollowers:
+    """Ranks as actors, in bundles 1 ... of this replica's placement group. Implements `Followers`."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        group = get_current_placement_group()
+        if group is None or group.bundle_count <= len(tasks):
+            raise ConfigError(f"tensor_parallel {len(tasks) + 1} needs a placement group of as many bundles")
+        self._actors, self._runs = [], {}
+        for task in tasks:
+            bundle = group.bundle_specs[task.rank]
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=task.rank)
+            actor: Any = ray.remote(Rank).options(
+                num_cpus=bundle.get("CPU", 0), num_gpus=bundle.get("GPU", 0), scheduling_strategy=strategy
+            )
+            self._actors.append(actor.remote())
+            self._runs[task.rank] = self._actors[-1].follow.remote(task).future()
+
+    def lost(self, wait_s: float = 0.0) -> str | None:
+        """See `Followers.lost`."""
+        ended = futures.wait(self._runs.values(), wait_s, futures.FIRST_COMPLETED).done
+        words = (f"rank {rank} ended: {_first_line(run)}" for rank, run in self._runs.items() if run in ended)
+        return "; ".join(words) or None
+
+    def stop(self) -> None:
+        """Kill them: they hold nothing that needs saving."""
+        if ray.is_initialized():  # with Ray gone so are they, and asking would start another one
+            for actor in self._actors:
+                ray.kill(actor)
+
+
+def _first_line(run: futures.Future[None]) -> str:
+    return str(run.exception()).partition("\n")[0]
+
+
 class Replica:
     """One model replica. Serve constructs it; `engine` are the options of `engine_config`."""
 
@@ -75,7 +130,8 @@ class Replica:
         log_to_stderr()
         self.id: str = serve.get_replica_context().replica_id.unique_id
         config = engine_config(model, engine, hash_secret=secret, replica_id=self.id)
-        self._worker: EngineWorker = await asyncio.to_thread(build_worker, config)
+        self._followers: RayFollowers | None = None
+        self._worker: EngineWorker = await asyncio.to_thread(build_worker, config, self._launch)
         self._worker.start()
         await self._warm_up()
 
@@ -119,6 +175,10 @@ class Replica:
         except ReplicaError as error:
             return {"v": 1, "replica": self.id, "error": error_chunk("invalid", str(error))}
 
+    def _launch(self, tasks: Sequence[Task]) -> RayFollowers:
+        self._followers = RayFollowers(tasks)
+        return self._followers
+
     async def _warm_up(self) -> None:
         """Pay for lazy initialisation before Serve sends requests, and learn how fast this machine is."""
         context = (await self._worker.poll(None, 0, 0.0))["model"]["context_length"]
@@ -131,9 +191,11 @@ class Replica:
                     raise ReplicaError(f"the warm-up failed: {chunk['message']}")
 
     def check_health(self) -> None:
-        """Serve's health check. Raises when the engine thread has died; Serve then replaces the replica."""
+        """Serve's health check. Raises when the engine or a rank has died; Serve replaces the replica."""
         if not self._worker.health():
             raise ReplicaError("the engine has stopped")
+        if self._followers is not None and (lost := self._followers.lost()):
+            raise ReplicaError(f"tensor parallelism broke down: {lost}")
 
     def __del__(self) -> None:
         # Also called after a constructor that failed half-way.

@@ -12,11 +12,13 @@ import logging
 import secrets
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from kvcore.cache import PrefixCache
 from kvcore.errors import CacheError
@@ -30,12 +32,15 @@ from replica.config import EngineConfig
 from replica.drafts import Drafter
 from replica.errors import EngineDead, InvalidRequest, QueueFull
 from replica.fingerprint_feed import FingerprintFeed
+from replica.limits import Limits, longest_context
+from replica.pipeline import Pipeline
 from replica.plan import Plan, work
 from replica.rates import Rates
 from replica.request import Failure, Output, Request
 from replica.runner import Draw, ForwardModel, Runner
 from replica.scheduler import Scheduler
 from replica.sequence import Sequence, build_sequences
+from replica.step_budget import StepBudget
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +59,10 @@ class Engine:
     """Continuous batching over one model and one prefix cache.
 
     Args:
-        config: sizes and limits.
+        config: sizes and limits, dtype and device settled.
         model: its KV must be allocated for the cache's blocks.
         tokenizer: of the same model.
-        cache: idle, with `config.num_blocks` blocks of `config.block_size` tokens.
+        cache: idle, with the model's blocks, of `config.block_size` tokens.
         clock: seconds, monotonic.
         draw_seed: seeds for requests that bring none.
     """
@@ -76,7 +81,7 @@ class Engine:
         self.cache = cache
         self.tokenizer = tokenizer
         self.vocab_size = model.config.vocab_size
-        context = _context(config, model.config.context_length)
+        context = longest_context(config, model.config.context_length, cache.num_blocks)
         self.facts = ModelFacts(model.config.digest, config.layout, config.block_size, context)
         self._attention_tokens = model.config.attention_tokens
         self.rates = Rates()
@@ -87,11 +92,14 @@ class Engine:
         self.hash_mismatches = 0
         self.drafted = self.accepted = 0
         self._lock = threading.Lock()
+        self._model = model
+        self.limits = Limits(context, self.vocab_size, config.max_queue)
+        self._budget = StepBudget(config.max_batch_tokens, config.max_num_seqs)
         self._runner = Runner(model, config.block_size, tokenizer.eos_ids, self.vocab_size)
-        self._feed = FingerprintFeed(cache, FilterGeometry.for_blocks(config.num_blocks))
+        self._pipeline = Pipeline(self.scheduler, self._runner, self._lock, bool(config.overlap), clock)
+        self._feed = FingerprintFeed(cache, FilterGeometry.for_blocks(cache.num_blocks))
         self._answers: dict[str, Answer] = {}
         self._orders = itertools.count()
-        self._clock = clock
         self._draw_seed = draw_seed
         self._failed_steps = 0
 
@@ -100,7 +108,7 @@ class Engine:
 
         Each of a request's n choices is a sequence of its own. May be called from any thread.
         """
-        self._validate(request)
+        self.limits.check(request)
         waiting = self.scheduler.num_waiting + arriving
         if waiting + request.sampling.width > self.config.max_queue:
             raise QueueFull(f"{waiting} of at most {self.config.max_queue} sequences are waiting already")
@@ -120,7 +128,7 @@ class Engine:
         hashes = self._hashes(request, namespace)
         seed = self._draw_seed() if request.sampling.seed is None else request.sampling.seed
         with self._lock:
-            seqs = build_sequences(request, namespace, hashes, seed, self._orders)
+            seqs = build_sequences(request, namespace, hashes, seed, self._orders, self.facts.context_length)
             self.scheduler.add(seqs[0])
         self._answers[request.id] = self._answer(request, seqs)
 
@@ -136,29 +144,34 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._answers)
+        return bool(self._answers) or self._pipeline.flying
 
     def step(self) -> list[Output]:
         """Compute one batch and return what it adds to each choice.
 
-        An error while computing fails the requests of this batch, not the others; `EngineDead` is raised
-        after `config.max_failed_steps` such steps in a row.
+        With `config.overlap` the next batch is computing by then. An error while computing fails the requests
+        of this batch, not the others; `EngineDead` is raised after `config.max_failed_steps` such steps in a
+        row, and at once when a rank of the model has gone.
         """
-        with self._lock:
-            plan = self.scheduler.schedule()
-        if not plan.chunks:
+        landing = self._pipeline.turn()
+        if landing is None:
             return []
-        started = self._clock()
-        try:
-            draws = self._runner.run(plan)
-        except Exception as error:  # whatever the model raises, the others' requests must go on
-            return self._fail(plan, error)
+        if isinstance(landing.error, EngineDead):
+            raise landing.error  # some of the model's ranks are gone: there is nothing to try again with
+        if landing.error is not None:
+            return self._fail(landing.plan, landing.error)
         self._failed_steps = 0
-        prefill = plan.prefill_work(self._attention_tokens)
-        self.rates.record(prefill, plan.decodes, self._clock() - started)
+        self._budget.passed()
+        plan = landing.plan
+        self.rates.record(plan.prefill_work(self._attention_tokens), plan.decodes, landing.seconds)
         with self._lock:
+            self.scheduler.max_batch_tokens = self._budget.tokens
             self.scheduler.complete(plan)
-            return [output for draw in draws for output in self._advance(draw)]
+            return [output for draw in landing.draws for output in self._advance(draw)]
+
+    def close(self) -> None:
+        """End the other ranks of a tensor-parallel model; no step may follow."""
+        self._model.close()
 
     def load(self) -> dict[str, Any]:
         """The figures a router needs (LoadReport). May be called from any thread."""
@@ -215,25 +228,6 @@ class Engine:
         streamed = Streamed(request, seqs, self.tokenizer, context)
         return BestOf(streamed) if request.sampling.ranked else streamed
 
-    def _validate(self, request: Request) -> None:
-        tokens, limit = request.tokens, self.facts.context_length
-        if len(tokens) == 0:
-            raise InvalidRequest("the prompt is empty")
-        if len(tokens) >= limit:
-            raise InvalidRequest(
-                f"the prompt has {len(tokens)} tokens; prompt and answer together must not exceed {limit}"
-            )
-        if int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size:
-            raise InvalidRequest(f"the prompt has token ids outside 0 ... {self.vocab_size - 1}")
-        if request.sampling.width > self.config.max_queue:
-            raise InvalidRequest(
-                f"n is {request.sampling.width}; at most {self.config.max_queue} choices can wait"
-            )
-        if request.adapter is not None:
-            raise InvalidRequest(f"adapter {request.adapter!r} is not loaded")
-        if request.sampling.use_beam_search and 2 * request.sampling.width > self.vocab_size:
-            raise InvalidRequest(f"more than {self.vocab_size // 2} beams are too many for this vocabulary")
-
     def _hashes(self, request: Request, namespace: Namespace) -> np.ndarray:
         """Computed here, which is cheap, rather than believed: a router with another secret must not harm."""
         hasher = self.cache.hasher
@@ -245,10 +239,10 @@ class Engine:
         return hashes
 
     def _advance(self, draw: Draw) -> list[Output]:
-        """Take what was drawn for one sequence; nothing when its request has failed in this very step."""
+        """Take what was drawn for one sequence; nothing when it has ended while the step ran."""
         seq, outputs, kept = draw.seq, list[Output](), 0
-        answer = self._answers.get(seq.request.id)
-        if answer is None:
+        answer = self._answer_of(seq)
+        if answer is None or seq.finish_reason is not None:
             return []
         for token, logprobs in zip(draw.tokens, draw.logprobs, strict=True):
             if token < 0:
@@ -256,6 +250,7 @@ class Engine:
                 return [*outputs, self._give_up(answer, message)]
             outputs += answer.take(seq, token, logprobs, self.cache.epoch, self.cache.seq)
             kept += 1
+            self.scheduler.settle(draw.chunk, seq, token)
             if seq.finish_reason is not None:
                 break  # what was drawn after the end of the answer never was
         if draw.chunk.drafts:
@@ -274,28 +269,41 @@ class Engine:
                 self.scheduler.remove(other)
             del self._answers[answer.request.id]
 
+    def _answer_of(self, seq: Sequence) -> Answer | None:
+        """None once its request is over, even if another one has its id by now."""
+        answer = self._answers.get(seq.request.id)
+        return answer if answer is not None and answer.request is seq.request else None
+
     def _fail(self, plan: Plan, error: Exception) -> list[Output]:
         self._failed_steps += 1
         logger.error("a step of %d sequences failed", len(plan.chunks), exc_info=error)
         message = f"the engine failed while computing this request: {type(error).__name__}: {error}"
+        if isinstance(error, torch.OutOfMemoryError):
+            traceback.clear_frames(error.__traceback__)  # which hold what the step had computed
+            message = self._make_room(plan)
         with self._lock:
-            failed = dict.fromkeys(self._answers[chunk.seq.request.id] for chunk in plan.chunks)
+            self.scheduler.max_batch_tokens = self._budget.tokens
+            answers = [self._answer_of(chunk.seq) for chunk in plan.chunks]
+            failed = dict.fromkeys(answer for answer in answers if answer is not None)
             outputs = [self._give_up(answer, message) for answer in failed]
         if self._failed_steps >= self.config.max_failed_steps:
             raise EngineDead(f"{self._failed_steps} steps in a row failed, last: {error}") from error
         return outputs
+
+    def _make_room(self, plan: Plan) -> str:
+        """Steps get smaller for a while after one for which the memory was too small; what to tell of it."""
+        if self._budget.halve():
+            self._failed_steps -= 1  # there is something left to try
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        logger.warning("out of memory: steps have %d tokens at most for a while", self._budget.tokens)
+        return (
+            f"the device ran out of memory in a step of {plan.num_tokens} tokens; this replica needs a lower "
+            f"max_batch_tokens ({self.config.max_batch_tokens}) or memory_share ({self.config.memory_share})"
+        )
 
     def _give_up(self, answer: Answer, message: str) -> Output:
         for seq in answer.seqs:
             self.scheduler.remove(seq)
         del self._answers[answer.request.id]
         return Output(answer.request.id, failure=Failure("internal", message))
-
-
-def _context(config: EngineConfig, model_context: int) -> int:
-    """Longest prompt plus answer: what the model, the settings and the pool allow."""
-    limit = min(model_context, config.max_model_len or model_context)
-    pool = config.num_blocks * config.block_size
-    if pool < limit:
-        logger.warning("context cut from %d to %d tokens, which is all the KV pool holds", limit, pool)
-    return min(limit, pool)

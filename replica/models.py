@@ -16,8 +16,10 @@ import torch
 from replica import pull, random_model, registry
 from replica.errors import ModelNotFound
 from replica.gguf_file import GgufFile
-from replica.model import Model, WeightSource
+from replica.model import Model
 from replica.model_config import ModelConfig
+from replica.model_loader import WeightSource
+from replica.parallel.shard import Collectives, check_split
 from replica.random_names import TINY
 from replica.tokenizer import Tokenizer, Vocabulary
 from replica.tokenizer_build import gguf_vocabulary, hf_vocabulary, tiny_vocabulary
@@ -26,15 +28,24 @@ from replica.weights_hf import HfWeights, hf_config, weight_files
 
 
 def load_model(
-    name_or_path: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    name_or_path: str,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    others: Collectives | None = None,
 ) -> tuple[Model, ModelConfig]:
-    """The model, ready for `allocate_kv`. A named model that is not here yet is fetched.
+    """The model, ready for `allocate_kv`, and its shape. A named model that is not here yet is fetched.
 
-    Raises a `ModelError` that says what is wrong.
+    With `others`, the model is this rank's part; the shape is the whole one's all the same. Its digest, which
+    takes reading all files, has only the first rank.
+
+    Raises a `ModelError` that says what is wrong, `ConfigError` for a model that cannot be spread like this.
     """
     config, weights = _open_weights(name_or_path)
-    config = replace(config, digest=model_digest(name_or_path))
-    return Model(config, weights, dtype, torch.device(device)), config
+    if others is None or others.shard.rank == 0:
+        config = replace(config, digest=model_digest(name_or_path))
+    if others is not None:
+        check_split(config, others.shard.size)
+    return Model(config, weights, dtype, torch.device(device), others), config
 
 
 def load_config(name_or_path: str) -> ModelConfig:

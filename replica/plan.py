@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvcore.lease import BlockCopy
 from replica.sequence import Sequence
@@ -20,17 +20,23 @@ class Chunk:
 
     The last `len(drafts)` of them are guesses at what will be drawn: they are in the lease and not in the
     sequence.
+
+    Attributes:
+        samples: the chunk reaches the sequence's end, so that its next token can be drawn.
+        carried: its one token is drawn by the step before, which is still running.
     """
 
     seq: Sequence
     start: int
     count: int
+    samples: bool
+    carried: bool = False
     drafts: tuple[int, ...] = ()
 
     @property
-    def samples(self) -> bool:
-        """Whether the chunk reaches the sequence's end, so that its next token can be drawn."""
-        return self.start + self.count == self.seq.num_tokens + len(self.drafts)
+    def end(self) -> int:
+        """The first token after it, drafts included."""
+        return self.start + self.count
 
     @property
     def drawers(self) -> list[Sequence]:
@@ -58,7 +64,9 @@ class Plan:
 
     def add(self, seq: Sequence, count: int) -> None:
         """Compute the next `count` tokens of `seq`."""
-        self.chunks.append(Chunk(seq, seq.computed, count))
+        end = seq.num_tokens + seq.pending
+        samples = seq.planned + count == end
+        self.chunks.append(Chunk(seq, seq.planned, count, samples, samples and seq.pending > 0))
         if count == 1:
             self.decodes += 1
         else:
@@ -75,7 +83,7 @@ class Plan:
     def draft(self, place: int, drafts: tuple[int, ...]) -> None:
         """Let the decode `chunks[place]` compute these guesses too."""
         chunk = self.chunks[place]
-        self.chunks[place] = Chunk(chunk.seq, chunk.start, chunk.count + len(drafts), drafts)
+        self.chunks[place] = replace(chunk, count=chunk.count + len(drafts), drafts=drafts)
         self.drafted += len(drafts)
 
     def copy(self, copy: BlockCopy | None) -> None:

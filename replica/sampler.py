@@ -37,9 +37,10 @@ class Row:
         params: how to draw.
         seed: 64-bit seed of the choice.
         prompt: int32[n].
-        outputs: tokens sampled so far; the draw is for position n + len(outputs).
+        outputs: tokens sampled so far; the draw is for position n + len(outputs) + ahead.
         forbidden: token ids of the vocabulary that must not come now (end of text before min_tokens).
         candidates: draw nothing, but tell this many of the most likely tokens that may come (for a beam).
+        ahead: tokens sampled after `outputs` that are not known yet; only for rows that are `plain`.
     """
 
     params: SamplingParams
@@ -48,6 +49,13 @@ class Row:
     outputs: Sequence[int] = ()
     forbidden: frozenset[int] = frozenset()
     candidates: int = 0
+    ahead: int = 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether the draw depends on nothing but logits, parameters, seed and position, and no more than the
+        token is asked for."""
+        return not self.params.penalised and not self.forbidden and self.reported is None
 
     @property
     def greedy(self) -> bool:
@@ -64,7 +72,7 @@ class Row:
     @property
     def position(self) -> int:
         """Position in the sequence of the token to draw."""
-        return len(self.prompt) + len(self.outputs)
+        return len(self.prompt) + len(self.outputs) + self.ahead
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import bisect
 
+import numpy as np
+
 from kvcore.cache import PrefixCache
 from kvcore.errors import OutOfBlocks
 from replica.drafts import Drafter
@@ -58,6 +60,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.drafter = drafter
         self.preemptions = 0
+        self._ahead = False
 
     @property
     def num_waiting(self) -> int:
@@ -80,7 +83,7 @@ class Scheduler:
             return
         self.cache.commit(parent.lease, parent.computed)  # only what the cache knows to be computed is shared
         child.lease = self.cache.fork(parent.lease)
-        child.recorded = child.computed = parent.computed
+        child.recorded = child.computed = child.planned = parent.computed
         bisect.insort(self.running, child, key=_age)
 
     def resume(self, seq: Sequence) -> None:
@@ -89,31 +92,50 @@ class Scheduler:
         if seq.lease is None:
             self.add(seq)
 
-    def schedule(self) -> Plan:
-        """Decide the next step; empty only when nothing is waiting or running."""
-        plan = Plan()
+    def schedule(self, ahead: bool = False) -> Plan:
+        """Decide the next step, which must then be run; `complete` comes after it.
+
+        `ahead`: another step is running, whose sequences keep their blocks. Empty only then, or when nothing
+        is waiting or running.
+        """
+        plan, self._ahead = Plan(), ahead
         budget = self._decode(plan, self.max_batch_tokens)
         budget -= self._express(plan, budget // 2)
         budget = self._prefill(plan, budget)
         self._admit(plan, budget)
-        while not plan.chunks and self._take_from_parked():
+        while not plan.chunks and not ahead and self._take_from_parked():
             self._admit(plan, self.max_batch_tokens)
         self._draft(plan)
+        for chunk in plan.chunks:
+            chunk.seq.planned = chunk.end
+            chunk.seq.pending += chunk.samples
         return plan
+
+    def can_go_ahead(self) -> bool:
+        """Whether a step can be scheduled while another one runs: nobody has to give blocks back for it."""
+        return self.drafter is None and self.cache.available >= len(self.running)
 
     def complete(self, plan: Plan) -> None:
         """The plan's tokens are computed: publish the blocks that became full, fork for who waited.
 
-        Chunks with drafts are left to `accept`.
+        Chunks with drafts are left to `accept`; who was removed while the step ran is left alone.
         """
         for chunk in plan.chunks:
+            if chunk.seq.lease is None:
+                continue
+            chunk.seq.pending -= chunk.samples
             if chunk.drafts:
                 continue
-            self._computed(chunk.seq, chunk.start + chunk.count)
+            self._computed(chunk.seq, chunk.end)
             if chunk.samples:
                 forks, chunk.seq.forks = chunk.seq.forks, []
                 for fork in forks:
                     self.fork(chunk.seq, fork)
+
+    def settle(self, chunk: Chunk, seq: Sequence, token: int) -> None:
+        """What `seq` drew from a chunk is known: its lease hears of it if a later step counts on it."""
+        if seq is chunk.seq and seq.lease is not None and seq.recorded > chunk.end:
+            self.cache.settle(seq.lease, chunk.end, np.array([token], dtype=np.int32))
 
     def accept(self, chunk: Chunk, kept: int) -> None:
         """The answer has taken `kept` of the tokens drawn for a chunk with drafts: forget the other drafts.
@@ -123,7 +145,7 @@ class Scheduler:
         seq, end = chunk.seq, chunk.start + kept
         assert seq.lease is not None, "what is computed holds its blocks"
         self.cache.truncate(seq.lease, end)
-        seq.recorded = end
+        seq.recorded = seq.planned = end
         self._computed(seq, end)
 
     def _computed(self, seq: Sequence, end: int) -> None:
@@ -145,8 +167,8 @@ class Scheduler:
         """What is still to be computed of prompts, waiting and running: from which token on, and how many.
         Expected hits are not counted."""
         waiting = [(seq.num_tokens, max(seq.num_tokens - seq.hit, 1)) for seq in self.waiting]
-        running = [(seq.num_tokens, seq.remaining) for seq in self.running if seq.remaining > 1]
-        return [(total - left, left) for total, left in waiting + running]
+        running = [(seq.num_tokens, seq.num_tokens - seq.computed) for seq in self.running]
+        return [(total - left, left) for total, left in waiting + [pair for pair in running if pair[1] > 1]]
 
     def _decode(self, plan: Plan, budget: int) -> int:
         for seq in list(self.running):
@@ -164,7 +186,7 @@ class Scheduler:
             return 0  # nobody to overtake
         spent = 0
         for left, seq in sorted(
-            ((seq.num_tokens - max(seq.hit, seq.computed), seq) for seq in waiting + prefills),
+            ((seq.num_tokens - max(seq.hit, seq.planned), seq) for seq in waiting + prefills),
             key=lambda entry: entry[0],
         ):
             if spent + left > lane:
@@ -253,7 +275,7 @@ class Scheduler:
                 raise  # alone it must fit: somebody else holds blocks
             return False
         seq.lease, seq.recorded = lease, len(tokens)
-        seq.computed = lease.cached_tokens
+        seq.computed = seq.planned = lease.cached_tokens
         if seq.cached_tokens is None:
             seq.cached_tokens = lease.cached_tokens
         plan.copy(lease.copy)
@@ -270,17 +292,24 @@ class Scheduler:
         return needed + len(self.running) > self.cache.available
 
     def _grow(self, seq: Sequence, plan: Plan) -> bool:
-        """Make room for the newest token at the cost of the youngest; False when that is `seq` itself."""
+        """Make room for the newest token at the cost of the youngest; False when that is `seq` itself.
+
+        False, too, when there is none and nobody may lose blocks.
+        """
         while seq.lease is not None:
-            if seq.recorded == seq.num_tokens:
+            if seq.recorded == seq.num_tokens + seq.pending:
                 return True
+            before = seq.lease.copy
             try:
-                self.cache.append(seq.lease, seq.slice(seq.recorded, seq.num_tokens))
+                self.cache.append(seq.lease, seq.to_record())
             except OutOfBlocks:
+                if self._ahead:
+                    return False
                 self._preempt(self.running[-1])
                 continue
-            seq.recorded = seq.num_tokens
-            plan.copy(seq.lease.copy)  # where its tokens part from those it shared a block with
+            seq.recorded = seq.num_tokens + seq.pending
+            if seq.lease.copy is not before:
+                plan.copy(seq.lease.copy)  # where its tokens part from those it shared a block with
         return False
 
     def _draft(self, plan: Plan) -> None:
@@ -318,4 +347,4 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         if seq.lease is not None:
             self.cache.release(seq.lease)
-        seq.lease, seq.recorded, seq.computed = None, 0, 0
+        seq.lease, seq.recorded, seq.computed, seq.planned, seq.pending = None, 0, 0, 0, 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,9 @@ class Sequence:
         lease: the blocks held, None while waiting.
         recorded: tokens the lease knows of.
         computed: leading tokens whose KV is in the blocks.
+        planned: the same once all steps are done that are scheduled; `computed` when none is running.
+        pending: tokens that running steps draw; they are not in `outputs` yet.
+        longest: most tokens the answer can have.
         hit: leading tokens the cache was last seen to hold for this prompt (an estimate while waiting).
         cached_tokens: prompt tokens served from the cache at the first claim; later claims do not change it.
         forks: choices of the same request that wait until this one's prompt is computed.
@@ -51,6 +55,9 @@ class Sequence:
     lease: Lease | None = None
     recorded: int = 0
     computed: int = 0
+    planned: int = 0
+    pending: int = 0
+    longest: int = sys.maxsize
     hit: int = 0
     cached_tokens: int | None = None
     forks: list[Sequence] = field(default_factory=list)
@@ -74,8 +81,11 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens still to compute before the next one can be sampled; 1 when decoding, 0 when parked."""
-        return self.num_tokens - self.computed
+        """Tokens still to schedule before the next one can be sampled; 1 when decoding, 0 when parked, and
+        while the last one that the answer can have is drawn."""
+        if self.pending and len(self.outputs) + self.pending >= self.longest:
+            return 0
+        return self.num_tokens + self.pending - self.planned
 
     def tokens(self) -> npt.NDArray[np.int32]:
         """int32[num_tokens], prompt and sampled tokens."""
@@ -91,6 +101,12 @@ class Sequence:
         if start >= prompt:
             return np.array(self.outputs[start - prompt : stop - prompt], dtype=np.int32)
         return self.tokens()[start:stop]
+
+    def to_record(self) -> npt.NDArray[np.int32]:
+        """int32[n]: what the lease does not know of; 0 for what is not known yet."""
+        known = self.slice(self.recorded, max(self.recorded, self.num_tokens))
+        unknown = self.num_tokens + self.pending - self.recorded - len(known)
+        return np.concatenate([known, np.zeros(unknown, dtype=np.int32)]) if unknown else known
 
     def known_hashes(self) -> npt.NDArray[np.uint64] | None:
         """The prompt's hashes while they describe all tokens; None makes the cache compute them."""
@@ -108,14 +124,16 @@ def build_sequences(
     hashes: npt.NDArray[np.uint64],
     seed: int,
     orders: itertools.count[int],
+    context_length: int = sys.maxsize,
 ) -> list[Sequence]:
     """All that is drawn for the request, one behind the other; only the first belongs in line.
 
     The other choices wait for the first one's prompt. The other beams are spare: the first steps of a beam
-    search bring them to life.
+    search bring them to life. `context_length`: most tokens of prompt and answer together.
     """
+    longest = min(request.sampling.max_tokens, context_length - len(request.tokens))
     seqs = [
-        Sequence(request, index, namespace, hashes, choice_seed(seed, index), next(orders))
+        Sequence(request, index, namespace, hashes, choice_seed(seed, index), next(orders), longest=longest)
         for index in range(request.sampling.width)
     ]
     if not request.sampling.use_beam_search:

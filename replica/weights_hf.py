@@ -79,12 +79,26 @@ class HfWeights:
 
     def get(self, name: str) -> Tensor | None:
         """The tensor in its stored dtype, or None."""
+        file = self._file(name)
+        return None if file is None else self._known(name, file.get_tensor(name))
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The tensor's shape, or None."""
+        file = self._file(name)
+        return None if file is None else tuple(file.get_slice(name).get_shape())
+
+    def part(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """Rows (and columns) of a tensor, the only ones that are read."""
+        return self._known(name, self._file(name).get_slice(name)[part])
+
+    def _file(self, name: str) -> Any:
+        """The open file that has the tensor, or None."""
         if self._tied and name == "lm_head.weight":
             return None
-        file = self._where.get(name)
-        if file is None:
-            return None
-        tensor = self._files[file].get_tensor(name)
+        where = self._where.get(name)
+        return None if where is None else self._files[where]
+
+    def _known(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.dtype not in _DTYPES:
             raise UnsupportedModel(f"{self._folder}: tensor {name!r} has dtype {tensor.dtype}")
         return tensor

@@ -22,10 +22,11 @@ import numpy.typing as npt
 import torch
 
 from kvcore.namespace import Namespace
-from replica.build import build_engine
+from replica.build import build_engine, use_device
 from replica.config import EngineConfig
 from replica.engine import Engine
 from replica.errors import EngineDead, InvalidRequest, QueueFull, ReplicaError
+from replica.parallel.launch import ChildProcesses, Launch
 from replica.request import WIRE_VERSION, Output, Request, error_chunk
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,9 @@ class EngineWorker:
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if self._thread.ident is None:
+            self._engine.close()  # never started, so nobody else does it
+        elif self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def health(self) -> bool:
@@ -224,6 +227,7 @@ class EngineWorker:
             torch.set_num_threads(self._config.threads)
         reason = "the engine was stopped"
         try:
+            use_device(torch.device(self._config.device))
             while self._take_commands():
                 if self._engine.has_work():
                     self._deliver(self._engine.step())
@@ -235,6 +239,7 @@ class EngineWorker:
             logger.critical("the engine died", exc_info=error)
         finally:
             self._end(reason)
+            self._engine.close()
 
     def _take_commands(self) -> bool:
         """Carry out what was asked for; waits while there is nothing to do. False when told to stop."""
@@ -334,6 +339,6 @@ def _call(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> No
         logger.debug("an event loop is gone")
 
 
-def build_worker(config: EngineConfig) -> EngineWorker:
+def build_worker(config: EngineConfig, launch: Launch = ChildProcesses) -> EngineWorker:
     """A worker, not yet started, for a freshly loaded engine. Raises like `build_engine`."""
-    return EngineWorker(build_engine(config))
+    return EngineWorker(build_engine(config, launch))

@@ -15,7 +15,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from kvcore.hashing import PrefixHasher
-from replica.deployment import Replica, ReplicaError, engine_config, load_codec, log_to_stderr
+from replica.deployment import Replica, ReplicaError, check_ranks, engine_config, load_codec, log_to_stderr
 from router.administration import Administration
 from router.api.config import ApiConfig
 from router.api.server import build_api
@@ -126,13 +126,40 @@ def check(config: AppConfig) -> None:
     """Fail in one line for what would fail in every replica and router; fetches a named model.
 
     Raises:
-        ConfigError: an engine option that cannot work, or a model that cannot be had or read.
+        ConfigError: an engine option that cannot work, or a model that cannot be had or read, or that cannot
+            be spread over the ranks and GPUs asked for.
     """
     try:
-        engine_config(config.model, config.engine)
+        check_ranks(engine_config(config.model, config.engine))
         load_codec(config.model)
     except ReplicaError as error:
         raise ConfigError(str(error)) from error
+    ranks = _ranks(config)
+    if ranks > 1 and config.replica_gpus not in (0, ranks):
+        raise ConfigError(
+            f"replica_gpus {config.replica_gpus:g} with tensor_parallel {ranks}: each rank takes one GPU, so "
+            f"say replica_gpus: {ranks} (or 0 for ranks on CPUs)"
+        )
+    if ranks > 1 and not (config.replica_cpus or config.replica_gpus):
+        raise ConfigError(f"tensor_parallel {ranks} needs replica_cpus or replica_gpus above 0")
+
+
+def resources(config: AppConfig) -> dict[str, Any]:
+    """What Ray reserves for a replica, as options of its deployment.
+
+    With several ranks, each has an equal share of `replica_cpus` and `replica_gpus`, all of them on one node.
+    """
+    ranks = _ranks(config)
+    share = {"CPU": config.replica_cpus / ranks, "GPU": config.replica_gpus / ranks}
+    options: dict[str, Any] = {"ray_actor_options": {"num_cpus": share["CPU"], "num_gpus": share["GPU"]}}
+    if ranks > 1:
+        bundle = {name: amount for name, amount in share.items() if amount}
+        options |= {"placement_group_bundles": [bundle] * ranks, "placement_group_strategy": "STRICT_PACK"}
+    return options
+
+
+def _ranks(config: AppConfig) -> int:
+    return int(config.engine.get("tensor_parallel", 1))
 
 
 def build(args: AppConfig) -> serve.Application:
@@ -143,14 +170,14 @@ def build(args: AppConfig) -> serve.Application:
     """
     check(args)
     secret = bytes.fromhex(args.cluster_secret) if args.cluster_secret else secrets.token_bytes(32)
-    engine = {"threads": max(1, int(args.replica_cpus)), **args.engine}
+    engine = {"threads": max(1, int(args.replica_cpus / _ranks(args))), **args.engine}
     if args.replica_gpus and "device" not in engine:
         engine["device"] = "cuda"
     replicas = serve.deployment(
         name="Replica",
         num_replicas=args.replicas,
         max_ongoing_requests=_UNLIMITED,
-        ray_actor_options={"num_cpus": args.replica_cpus, "num_gpus": args.replica_gpus},
+        **resources(args),
         request_router_config=RequestRouterConfig(request_router_class=_TARGET_ROUTER),
         health_check_period_s=2,
         health_check_timeout_s=30,

@@ -6,13 +6,13 @@ Any dtype and device, float64 too. Shapes are those of `kernels.ops.Kernels`; wh
 
 from __future__ import annotations
 
-from kernels.reference.attention import Plan, paged_decode, paged_prefill, plan
+from kernels.reference.attention import STATIC_PLANS, Plan, paged_decode, paged_prefill, plan, plan_arrays
 from kernels.reference.blocks import (
     block_copies,
-    block_copy,
     block_gather,
     block_scatter,
     kv_write,
+    layers_of,
     rope_kv_write,
     rope_shift,
 )
@@ -24,19 +24,21 @@ from kernels.reference.sampling import sample
 __all__ = [
     "E4M3_MAX",
     "INT8_MAX",
+    "STATIC_PLANS",
     "Plan",
     "add_rms_norm",
     "block_copies",
-    "block_copy",
     "block_gather",
     "block_scatter",
     "kv_dequantize",
     "kv_quantize",
     "kv_write",
+    "layers_of",
     "pack_linear",
     "paged_decode",
     "paged_prefill",
     "plan",
+    "plan_arrays",
     "prefix_hash",
     "rms_norm",
     "rope",

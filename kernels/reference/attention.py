@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernels.ops import PagedSeqs
+from kernels.ops import AttentionShape, IntArray, PagedSeqs
+
+STATIC_PLANS = False
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,12 @@ class Plan:
     window: int | None
 
 
-def plan(seqs: PagedSeqs, window: int | None) -> Plan:
+def plan_arrays(seqs: PagedSeqs, shape: AttentionShape) -> tuple[IntArray, ...]:
+    """None: plans are made of what the host knows."""
+    return ()
+
+
+def plan(seqs: PagedSeqs, window: int | None, arrays: Sequence[Tensor] = ()) -> Plan:
     """Keep the arguments."""
     return Plan(seqs, window)
 

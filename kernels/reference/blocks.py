@@ -56,17 +56,17 @@ def rope_kv_write(
     return q
 
 
-def block_copy(caches: Caches, src: int, dst: int, num_tokens: int) -> None:
-    """Copy the head of one block to another, layer by layer."""
-    for pair in caches:
-        for cache in pair:
-            cache[dst, :num_tokens] = cache[src, :num_tokens]
+def layers_of(caches: Caches) -> Caches:
+    """Nothing to prepare: the caches as they came."""
+    return caches
 
 
 def block_copies(caches: Caches, copies: Sequence[tuple[int, int, int]]) -> None:
-    """The same for each (src, dst, num_tokens), one after another."""
+    """Copy the heads of blocks, (src, dst, num_tokens) each, one after another."""
     for src, dst, num_tokens in copies:
-        block_copy(caches, src, dst, num_tokens)
+        for pair in caches:
+            for cache in pair:
+                cache[dst, :num_tokens] = cache[src, :num_tokens]
 
 
 def block_gather(caches: Caches, blocks: Tensor) -> Tensor:

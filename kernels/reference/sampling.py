@@ -7,7 +7,7 @@ from torch import Tensor
 
 # Probabilities that add up to exactly top_p must count as having reached it, however they were rounded.
 ROUNDING = 1 - 1e-6
-_M32 = 0xFFFFFFFF
+_M64 = 0xFFFFFFFFFFFFFFFF
 
 
 def sample(
@@ -56,17 +56,14 @@ def kept(weights: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
 
 
 def uniform(seed: int, position: int) -> float:
-    """In [0, 1): 52 bits of Philox 4x32-10 (Salmon et al., SC 2011), key seed, counter position."""
-    low, high = philox(seed, position)[:2]
-    return float((high << 20) | (low >> 12)) * 2.0**-52
+    """In [0, 1 - 2**-52]: 52 bits of a hash of seed and position (splitmix64's finalizer, twice)."""
+    seeded = _mix(seed + 0x9E3779B97F4A7C15)
+    return float(_mix(seeded + position * 0xD1342543DE82EF95) >> 12) * 2.0**-52
 
 
-def philox(seed: int, counter: int) -> tuple[int, int, int, int]:
-    """Four 32-bit words for a 64-bit key and a 64-bit counter."""
-    c0, c1, c2, c3 = counter & _M32, (counter >> 32) & _M32, 0, 0
-    k0, k1 = seed & _M32, (seed >> 32) & _M32
-    for _ in range(10):
-        wide0, wide2 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = (wide2 >> 32) ^ c1 ^ k0, wide2 & _M32, (wide0 >> 32) ^ c3 ^ k1, wide0 & _M32
-        k0, k1 = (k0 + 0x9E3779B9) & _M32, (k1 + 0xBB67AE85) & _M32
-    return c0, c1, c2, c3
+def _mix(x: int) -> int:
+    """The finalizer of splitmix64 (Steele, Lea, Flood, OOPSLA 2014), modulo 2**64."""
+    x &= _M64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _M64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _M64
+    return x ^ (x >> 31)

@@ -14,38 +14,37 @@ from torch import Tensor
 
 from kernels.grouped import Weight, dense
 from kernels.ops import Linear
-from kernels.triton.block_copy import block_copies, block_copy, block_gather, block_scatter
+from kernels.triton.block_copy import block_copies, block_gather, block_scatter
 from kernels.triton.kv_quantize import kv_dequantize, kv_quantize
-from kernels.triton.kv_write import kv_write, rope, rope_kv_write
 from kernels.triton.layers import Layers, layers_of
 from kernels.triton.paged_decode import paged_decode
 from kernels.triton.paged_prefill import paged_prefill
-from kernels.triton.plan import Plan, plan
+from kernels.triton.plan import STATIC_PLANS, Plan, plan, plan_arrays
 from kernels.triton.prefix_hash import prefix_hash
 from kernels.triton.rms_norm import add_rms_norm, rms_norm
+from kernels.triton.rope_kv_write import rope_kv_write
 from kernels.triton.rope_shift import rope_shift
 from kernels.triton.sample import sample
 from kernels.triton.silu_mul import silu_mul
 
 __all__ = [
+    "STATIC_PLANS",
     "Layers",
     "Plan",
     "add_rms_norm",
     "block_copies",
-    "block_copy",
     "block_gather",
     "block_scatter",
     "kv_dequantize",
     "kv_quantize",
-    "kv_write",
     "layers_of",
     "pack_linear",
     "paged_decode",
     "paged_prefill",
     "plan",
+    "plan_arrays",
     "prefix_hash",
     "rms_norm",
-    "rope",
     "rope_kv_write",
     "rope_shift",
     "sample",

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.layers import Layers, layers_of
+from kernels.triton.layers import Layers
 
 TILE = 2048  # words a program copies
 WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
@@ -31,13 +31,11 @@ def copy_kernel(
     tl.store(dst + tl.load(dst_ids + pair) * dst_stride + at, values, mask=live)
 
 
-def block_copy(caches: Sequence[tuple[Tensor, Tensor]], src: int, dst: int, num_tokens: int) -> None:
-    """Copy the first num_tokens slots of block src to block dst in every layer."""
-    block_copies(layers_of(caches), [(src, dst, num_tokens)])
-
-
 def block_copies(layers: Layers, copies: Sequence[tuple[int, int, int]]) -> None:
-    """The same for each (src, dst, num_tokens), as if one after another: one launch unless they overlap."""
+    """Copy the first tokens of blocks, (src, dst, num_tokens) each, as if one after another.
+
+    One launch for all layers, unless a copy writes what another one reads or writes.
+    """
     for group in _independent(copies):
         copy_all(layers, *torch.tensor(group, dtype=torch.int64).T.contiguous().to(layers.bases.device))
 

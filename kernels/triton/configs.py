@@ -78,8 +78,10 @@ DECODE_FLOAT32 = {
     256: Tile(16, 16, 8, 1),
 }
 
-# Cached tokens one decode program reads. Fixed, so that a sequence's result does not depend on its batch.
-SPLIT_TOKENS = 512
+# Cached tokens one decode program reads, and the most programs that share a KV head of a sequence: beyond
+# their product pieces grow. Both are fixed, so that a sequence's result does not depend on its batch; the
+# second one bounds the grid of a CUDA graph, which is that of the longest context.
+SPLIT_TOKENS, MOST_PIECES = 512, 32
 
 
 def prefill_tile(gpu: str, padded_dim: int, dtype: torch.dtype) -> Tile:

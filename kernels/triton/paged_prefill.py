@@ -117,9 +117,12 @@ def paged_prefill(
     heads, dim = q.shape[1:]
     page, kv_heads = k_cache.shape[1:3]
     wide = configs.padded(dim)
+    tiles = plan.given_tiles if tile is None else None
     tile = tile or configs.prefill_tile(configs.gpu_class(q.device), wide, q.dtype)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    seqs, tiles = plan.on(q.device), plan.tiles(q.device, tile.rows, heads // kv_heads)
+    seqs = plan.on(q.device)
+    if tiles is None:
+        tiles = plan.tiles(q.device, tile.rows, heads // kv_heads)
     float8 = kv_scales is not None
     prefill_kernel[(len(tiles), kv_heads)](
         q, cache_bytes(k_cache), cache_bytes(v_cache), out, *scale_pointers(kv_scales, q),

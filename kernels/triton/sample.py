@@ -3,7 +3,7 @@
 The order is that of `kernels.reference.sample`, which is that of the replica's own sampler (penalties and
 forbidden tokens come before both): temperature, top-k, top-p over what top-k left, min-p, then the first id
 whose cumulative weight exceeds a uniform number's share of the total; equal weights rank by id. The uniform
-number is Philox 4x32-10 of (seed, position), so a draw does not depend on the rest of the batch.
+number is a hash of (seed, position), so a draw does not depend on the rest of the batch.
 
 Whatever passes top-k and top-p is a beginning of the ids in order of weight: all above some weight, and the
 first few that have just it. That weight is found bit by bit: non-negative floats compare like the integers of
@@ -76,11 +76,20 @@ def _passing(logits, ids, vocab, best, temperature, edge, ties, seen, least):
 
 
 @triton.jit
+def _mix(x):
+    """The finalizer of splitmix64 (Steele, Lea, Flood, OOPSLA 2014), of uint64."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
 def _uniform(seed, position):
-    """float64 in [0, 1) with 52 random bits."""
-    counter = (position & 0xFFFFFFFF).to(tl.uint32)
-    low, high, _, _ = tl.philox(seed, counter, (position >> 32).to(tl.uint32), counter * 0, counter * 0)
-    return ((high.to(tl.int64) << 20) | (low >> 12).to(tl.int64)).to(tl.float64) * (2.0**-52)
+    """float64 in [0, 1) with 52 random bits, those of `replica.sampler.uniform`."""
+    seeded = _mix(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15)
+    mixed = _mix(seeded + position.to(tl.uint64, bitcast=True) * 0xD1342543DE82EF95)
+    # Less than 2**52, so that a signed conversion does.
+    return (mixed >> 12).to(tl.int64, bitcast=True).to(tl.float64) * (2.0**-52)
 
 
 @triton.jit

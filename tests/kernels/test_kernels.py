@@ -194,7 +194,7 @@ def test_silu_mul(fast):
 
 
 @FAST
-def test_rope_turns_pairs_by_the_angle_and_reads_slices(fast):
+def test_rope_turns_pairs_by_the_angle(fast):
     x, angle = normal(4, 5, 6), torch.tensor([[0.1, 1.0, 3.0]]) * torch.arange(4)[:, None]
     expected = reference.rope(x[:, :3], angle.cos(), angle.sin())
     pairs = (
@@ -202,34 +202,48 @@ def test_rope_turns_pairs_by_the_angle_and_reads_slices(fast):
         * torch.polar(torch.ones(1).double(), angle.double())[:, None]
     )
     assert torch.allclose(expected, torch.cat((pairs.real, pairs.imag), -1), atol=1e-6)
+    caches = [torch.full((1, 4, 1, 6), float("nan")) for _ in "kv"]
     mine = x.float()
-    rest = mine[:, 3:].clone()
-    close(fast.rope(mine[:, :3], angle.cos(), angle.sin()), expected)
-    assert torch.equal(mine[:, 3:], rest)
-
-
-@FAST
-def test_rope_reads_tables_with_any_strides(fast):
-    x, angle = normal(64, 2, 16), torch.rand(8, 64, generator=torch.Generator().manual_seed(1)).T
-    close(fast.rope(x.float(), angle.cos(), angle.sin()), reference.rope(x, angle.cos(), angle.sin()))
+    q = fast.rope_kv_write(mine, angle.cos(), angle.sin(), *caches, torch.arange(4))
+    close(torch.cat([q, caches[0][0]], 1), reference.rope(x[:, :4], angle.cos(), angle.sin()))
+    close(q, expected)
+    assert torch.equal(caches[1][0], mine[:, 4:]) and torch.equal(mine[:, 4:], x[:, 4:].float())
 
 
 @pytest.mark.parametrize("kernels", [reference, cpu, cpu_torch])
-def test_kv_write_touches_only_its_slots(kernels):
-    k_cache = torch.full((3, 4, 2, 5), float("nan"))
-    v_cache = k_cache.clone()
-    fused = normal(2, 6, 5).float()
-    kernels.kv_write(fused[:, 2:4], fused[:, 4:], k_cache, v_cache, torch.tensor([11, 2]))
-    flat_k, flat_v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-    assert torch.equal(flat_k[[11, 2]], fused[:, 2:4]) and torch.equal(flat_v[[11, 2]], fused[:, 4:])
+def test_tables_may_have_any_strides(kernels):
+    x, angle = normal(64, 3, 16), torch.rand(8, 64, generator=torch.Generator().manual_seed(1)).T
+    caches = [torch.full((4, 16, 1, 16), float("nan")) for _ in "kv"]
+    q = kernels.rope_kv_write(x.float(), angle.cos(), angle.sin(), *caches, torch.arange(64))
+    turned = reference.rope(x[:, :2], angle.cos(), angle.sin())
+    close(q, turned[:, :1])
+    close(caches[0].flatten(0, 1), turned[:, 1:])
+
+
+@pytest.mark.parametrize("kernels", [reference, cpu, cpu_torch])
+def test_a_write_touches_only_its_slots(kernels):
+    caches = [torch.full((3, 4, 2, 6), float("nan")) for _ in "kv"]
+    qkv, angle = normal(2, 6, 6).float(), torch.zeros(2, 3)
+    expected = qkv.clone()
+    kernels.rope_kv_write(qkv, angle.cos(), angle.sin(), *caches, torch.tensor([11, 2]))
+    flat_k, flat_v = (cache.flatten(0, 1) for cache in caches)
+    assert torch.equal(flat_k[[11, 2]], expected[:, 2:4]) and torch.equal(flat_v[[11, 2]], expected[:, 4:])
     assert flat_k.isnan().all((1, 2)).sum() == 10 and flat_v.isnan().all((1, 2)).sum() == 10
 
 
 @pytest.mark.parametrize("kernels", [reference, cpu, cpu_torch])
-def test_block_copy_copies_the_head_of_a_block_in_all_layers(kernels):
+def test_the_norm_of_a_sum_is_that_of_the_sum(kernels):
+    x, residual, weight = normal(3, 8).float(), normal(3, 8, seed=1).float(), normal(8, seed=2).float()
+    normed, total = kernels.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, kernels.rms_norm(x + residual, weight, 1e-5))
+
+
+@pytest.mark.parametrize("kernels", [reference, cpu, cpu_torch])
+def test_block_copies_copy_the_heads_of_blocks_in_all_layers(kernels):
     caches = [(normal(3, 4, 1, 2, seed=i), normal(3, 4, 1, 2, seed=i + 9)) for i in range(2)]
     before = [(k.clone(), v.clone()) for k, v in caches]
-    kernels.block_copy(caches, 0, 2, 3)
+    kernels.block_copies(kernels.layers_of(caches), [(0, 2, 3)])
     for pair, old_pair in zip(caches, before, strict=True):
         for cache, old in zip(pair, old_pair, strict=True):
             assert torch.equal(cache[2, :3], old[0, :3])

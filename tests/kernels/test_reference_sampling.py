@@ -1,4 +1,4 @@
-"""The float64 sampler: its filters are the replica's, its random numbers those of Philox."""
+"""The float64 sampler: its filters and its random numbers are the replica's."""
 
 import numpy as np
 import pytest
@@ -25,10 +25,10 @@ def test_filters_are_those_of_the_replica(top_k, top_p, min_p):
         assert found.tolist() == expected.tolist()
 
 
-def test_philox():
-    """The known answer of Random123 for Philox 4x32-10."""
-    assert sampling.philox(0, 0) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
-    assert sampling.philox(0, 1) != sampling.philox(1, 0)
+@pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("position", [0, 7, 2**33])
+def test_random_numbers_are_those_of_the_replica(seed, position):
+    assert sampling.uniform(seed, position) == sampler.uniform([seed], [position])[0]
 
 
 def test_uniform_numbers_are_uniform():

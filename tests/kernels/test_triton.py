@@ -71,6 +71,20 @@ def test_the_gpu_benchmark_runs_in_small():
     assert report["tiles"]
 
 
+def test_the_engine_benchmark_runs_in_small():
+    report = json.loads(
+        run("benchmarks/gpu.py", "--tiny", "--only", "engine", interpret="1").splitlines()[-1]
+    )
+    rows = {row["name"]: row for row in report["engine"]}
+    assert rows.keys() == {
+        *(f"decode, batch {n}{how}" for n in (1, 3) for how in ("", ", no graphs", ", no overlap")),
+        "first token, 64 tokens",
+        "first token, 48 of 64 cached",
+    }
+    assert all(row["ms"] > 0 for row in rows.values())
+    assert "checks" not in report and "timings" not in report
+
+
 def test_chosen_for_cuda():
     gpu = torch.device("cuda")
     for dtype in (torch.float16, torch.bfloat16, torch.float32):

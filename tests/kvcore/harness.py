@@ -132,6 +132,15 @@ class Harness:
         self.seen["copy on write"] += lease.copy != had_copy
         assert lease.tokens.tolist() == sequence.tokens
 
+    def settle(self, which, back, tokens):
+        lease, sequence, _ = self.live[which % len(self.live)]
+        start = max(len(lease) - back, sequence.computed)
+        tokens = tokens[: len(lease) - start]
+        self.seen["settled"] += bool(tokens)
+        sequence.tokens[start : start + len(tokens)] = tokens
+        self.cache.settle(lease, start, ids(tokens))
+        assert lease.tokens.tolist() == sequence.tokens
+
     @staticmethod
     def kv_of(sequence, count):
         """What stands for the KV of the first `count` tokens: each depends on all before it."""

@@ -120,6 +120,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.harness.truncate(which, left)
         self.harness.agree()
 
+    @precondition(lambda self: self.harness.live)
+    @rule(which=st.integers(0, 9), back=st.integers(1, 6), tokens=st.lists(st.integers(0, 2), max_size=4))
+    def settle(self, which, back, tokens):
+        self.harness.settle(which, back, tokens)
+        self.harness.agree()
+
     @rule(space=st.sampled_from([*SPACES, None]))
     def clear(self, space):
         self.harness.clear(space)
@@ -153,7 +159,7 @@ def test_hypothesis_finds_no_difference(make_harness):
 
 # Each action and how often it comes; a clear is rare, or nothing would ever be old.
 SHARES = {"claim": 8, "batch": 0.5, "append": 4, "commit": 7, "release": 7, "fork": 2, "truncate": 1.5}
-SHARES |= {"explain": 2, "poll": 2, "clear": 0.3}
+SHARES |= {"explain": 2, "poll": 2, "clear": 0.3, "settle": 1}
 
 
 def random_prompt(rng):
@@ -192,6 +198,8 @@ def act(harness, rng, action):
         harness.append(-1, [rng.randint(0, 2)])
     elif harness.live and action == "truncate":
         harness.truncate(which, rng.choice([1, 2, 3, 8]))
+    elif harness.live and action == "settle":
+        harness.settle(which, rng.randint(1, 6), [rng.randint(0, 2) for _ in range(rng.randint(0, 4))])
     elif harness.live and action == "release":
         harness.release(which, rng.randint(1, 2))
 
@@ -214,7 +222,7 @@ def test_long_random_lives(make_harness):
         seen += random_life(make_harness, seed, 150)
     kinds = ["hits", "partial hit", "evictions", "collisions", "twins", "out of blocks", "gap", "delta"]
     kinds += ["regrets", "refused in a batch", "forks", "copy on write", "truncated what is published"]
-    kinds += ["cleared while held"]
+    kinds += ["cleared while held", "settled"]
     assert min(seen[kind] for kind in kinds) > 15, seen
     reasons = {"complete", "short", "uncommitted", "evicted", "namespace", "differs", "unseen"}
     assert {kind for kind in seen if kind.startswith("why: ")} == {"why: " + reason for reason in reasons}

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -305,6 +306,6 @@ def test_beams_that_cannot_be_are_refused(tiny_engine, ask):
     with pytest.raises(InvalidRequest, match="penalties"):
         SamplingParams(use_beam_search=True, presence_penalty=0.5)
     engine = tiny_engine()
-    engine.vocab_size = 9
+    engine.limits = replace(engine.limits, vocab_size=9)
     with pytest.raises(InvalidRequest, match="4 beams"):
         engine.add(beams(ask, "r", [1, 2], 5))

@@ -292,11 +292,11 @@ class Faulty:
     def copy_blocks(self, copies):
         self._model.copy_blocks(copies)
 
-    def forward(self, batch):
+    def forward(self, batch, drawn=None):
         self.calls += 1
         if self.calls - 1 in self._fail:
             raise RuntimeError("out of memory")
-        logits = self._model.forward(batch)
+        logits = self._model.forward(batch, drawn)
         if self.calls - 1 in self._nan:
             logits[0] = float("nan")
         return logits

@@ -310,3 +310,78 @@ def test_removal_at_any_stage_leaves_nothing_behind(stage):
     assert bench.step()
     bench.scheduler.remove(other)
     assert bench.idle()
+
+
+# --- A step ahead of the running one. ---
+
+
+def shape(plan):
+    return [
+        (chunk.seq.order, chunk.start, chunk.count, chunk.samples, chunk.carried) for chunk in plan.chunks
+    ]
+
+
+def test_a_step_ahead_goes_on_with_a_token_that_is_not_known_yet():
+    bench = Bench()
+    seq = bench.add(range(6))
+    first = bench.scheduler.schedule()
+    second = bench.scheduler.schedule(ahead=True)
+    assert shape(first) == [(0, 0, 6, True, False)]
+    assert shape(second) == [(0, 6, 1, True, True)]
+    assert (seq.pending, seq.planned, seq.computed, seq.num_tokens) == (2, 7, 0, 6)
+    assert seq.lease.tokens.tolist() == [0, 1, 2, 3, 4, 5, 0]
+    bench.scheduler.complete(first)
+    seq.outputs.append(77)
+    bench.scheduler.settle(first.chunks[0], seq, 77)
+    assert (seq.pending, seq.computed, seq.lease.tokens.tolist()) == (1, 6, [0, 1, 2, 3, 4, 5, 77])
+    bench.scheduler.complete(second)
+    seq.outputs.append(78)
+    bench.scheduler.settle(second.chunks[0], seq, 78)
+    assert (seq.pending, seq.computed, seq.remaining) == (0, 7, 1)
+    assert bench.step() == [(0, 7, 1)]
+    assert seq.lease.tokens.tolist() == [0, 1, 2, 3, 4, 5, 77, 78]
+
+
+def test_a_prefill_goes_on_ahead_and_is_not_computed_twice_by_others():
+    bench = Bench(max_batch_tokens=8)
+    bench.add(range(20))
+    first = bench.scheduler.schedule()
+    bench.add([*range(12), 50])
+    second = bench.scheduler.schedule(ahead=True)
+    assert (shape(first), shape(second)) == ([(0, 0, 8, False, False)], [(0, 8, 8, False, False)])
+    bench.scheduler.complete(first)
+    bench.scheduler.complete(second)
+    assert bench.step() == [(1, 12, 1), (0, 16, 4)]
+
+
+def test_nothing_is_scheduled_beyond_the_last_token_of_an_answer():
+    bench = Bench()
+    seq = bench.add(range(6))
+    seq.longest = 2
+    plans = [bench.scheduler.schedule(), bench.scheduler.schedule(ahead=True)]
+    assert [shape(plan)[0][1] for plan in plans] == [0, 6]
+    assert (seq.remaining, bench.scheduler.schedule(ahead=True).chunks) == (0, [])
+
+
+def test_nobody_loses_blocks_to_a_step_ahead():
+    bench = Bench(num_blocks=4, max_batch_tokens=16)
+    old, young = bench.add(range(8)), bench.add(range(100, 104))
+    bench.step()  # three blocks are held; each of the two needs another one
+    assert not bench.scheduler.can_go_ahead()
+    assert [(order, start) for order, start, *_ in shape(bench.scheduler.schedule(ahead=True))] == [(0, 8)]
+    assert (bench.scheduler.preemptions, old.pending, young.pending) == (0, 1, 0)
+
+
+def test_who_is_removed_while_a_step_runs_is_left_alone():
+    bench = Bench()
+    seq, other = bench.add(range(6)), bench.add(range(100, 105))
+    first = bench.scheduler.schedule()
+    second = bench.scheduler.schedule(ahead=True)
+    bench.scheduler.remove(seq)
+    for plan in (first, second):
+        bench.scheduler.complete(plan)
+        bench.scheduler.settle(plan.chunks[0], seq, 5)
+    bench.cache.check()
+    assert (seq.pending, seq.computed, seq.lease, other.computed) == (0, 0, None, 6)
+    bench.scheduler.remove(other)
+    assert bench.idle()

@@ -25,13 +25,13 @@ class Gate:
     def copy_blocks(self, copies):
         self._model.copy_blocks(copies)
 
-    def forward(self, batch):
+    def forward(self, batch, drawn=None):
         self.entered.set()
         assert self.open.wait(30)
         if self.failures:
             self.failures -= 1
             raise RuntimeError("boom")
-        return self._model.forward(batch)
+        return self._model.forward(batch, drawn)
 
     async def shut(self, *streams):
         """Close the gate, and wait until the engine stands before it with the streams' requests."""

@@ -83,6 +83,47 @@ def test_decode_without_context_gives_zeros(paged, normal, close, piece):
     assert torch.equal(out[2], torch.zeros_like(out[2]))
 
 
+@pytest.mark.parametrize("window", [None, 90])
+def test_the_longest_contexts_are_cut_into_larger_pieces(paged, normal, close, window):
+    shape = (4, 2, 16, 16, F32, window, None)
+    expected, arguments = both(paged, normal, [(1, 300), (1, 64), (1, 1), (1, 129)], shape)
+    close(fast.paged_decode(*arguments, piece=32, most_pieces=4), expected, F32)
+
+
+@pytest.mark.parametrize("most", [2, 32])
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_launch_for_the_longest_context_serves_all_contexts(paged, normal, device, window, most):
+    """As a CUDA graph is replayed: the same tensors with other contexts in them, 0 for rows that fill up."""
+    _, (q, k_cache, v_cache, _, scale) = both(
+        paged, normal, [(1, 300), (1, 5), (1, 64)], (4, 2, 16, 16, F32, None, None)
+    )
+    _, seqs = paged([(1, 300), (1, 5), (1, 64)], 2, 16, 16, F32)
+    tables = torch.full((3, 64), 10**6, dtype=torch.int32, device=device)
+    contexts = torch.zeros(3, dtype=torch.int32, device=device)
+    static = ops.PagedSeqs((1,) * 3, (1024,) * 3, seqs.block_tables[:, :0], 16)
+    starts = torch.arange(4, dtype=torch.int32, device=device)
+    plan = fast.plan(static, window, (tables, starts, contexts))
+    options = {"piece": 32, "most_pieces": most}
+    tables[:, : seqs.block_tables.shape[1]] = seqs.block_tables
+    for lens in ((300, 5, 64), (0, 5, 0), (33, 0, 32)):
+        contexts.copy_(torch.tensor(lens))
+        eager = fast.plan(ops.PagedSeqs((1,) * 3, lens, seqs.block_tables, 16), window)
+        expected = fast.paged_decode(q, k_cache, v_cache, eager, scale, **options)
+        assert torch.equal(fast.paged_decode(q, k_cache, v_cache, plan, scale, **options), expected)
+        assert all(not out.any() for out, length in zip(expected, lens, strict=True) if length == 0)
+
+
+@pytest.mark.parametrize("attend", [fast.paged_prefill, fast.paged_decode])
+def test_given_arrays_are_those_that_a_plan_makes(paged, normal, device, attend):
+    decode = attend is fast.paged_decode
+    sequences = [(1, 90), (1, 17)] if decode else [(5, 40), (33, 33)]
+    _, (q, k_cache, v_cache, plan, scale) = both(paged, normal, sequences, (6, 2, 64, 16, F16, None, None))
+    arrays = fast.plan_arrays(plan.seqs, ops.AttentionShape(3, 64, F16, device))
+    assert len(arrays) == (3 if decode else 4)
+    given = fast.plan(plan.seqs, None, [torch.from_numpy(array).to(device) for array in arrays])
+    assert torch.equal(attend(q, k_cache, v_cache, given, scale), attend(q, k_cache, v_cache, plan, scale))
+
+
 @pytest.mark.parametrize("attend", [fast.paged_prefill, fast.paged_decode])
 def test_float8_caches(paged, normal, close, device, attend):
     decode = attend is fast.paged_decode
