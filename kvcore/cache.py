@@ -155,9 +155,8 @@ class PrefixCache:
         with self._lock:
             self._check_live(lease)
             if not lease.computed <= start <= len(lease) - len(tokens):
-                raise InvalidRequest(
-                    f"tokens {start}..{start + len(tokens)} are not in {lease.computed}..{len(lease)}"
-                )
+                end = start + len(tokens)
+                raise InvalidRequest(f"tokens {start}..{end} are not in {lease.computed}..{len(lease)}")
             lease.settle(start, tokens)
 
     def commit(self, lease: Lease, computed: int) -> None:

@@ -18,10 +18,7 @@ from kvcore.wire import pack, take, take_array, take_word, unpack
 __all__ = ["CountingFilter", "FilterGeometry", "FingerprintUpdate", "column_digest"]
 
 _VERSION = 1
-
-
-def _no_rows() -> npt.NDArray[np.uint32]:
-    return np.empty(0, dtype=np.uint32)
+_NO_ROWS = np.empty(0, dtype=np.uint32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +37,7 @@ class FingerprintUpdate:
     snapshot: bool
     set_rows: npt.NDArray[np.uint32]
     digest: int
-    cleared_rows: npt.NDArray[np.uint32] = field(default_factory=_no_rows)
+    cleared_rows: npt.NDArray[np.uint32] = field(default_factory=lambda: _NO_ROWS)
 
     def encode(self) -> bytes:
         """msgpack of the update; a column with many set rows travels as a bitmap, because it is smaller."""
@@ -96,7 +93,7 @@ def _read_rows(message: dict[str, Any], total: int) -> tuple[npt.NDArray[np.uint
         packed = take_array(message, "map", "<u1")
         if len(packed) != total // 8:
             raise WireError(f"a bitmap of {total} rows has {total // 8} bytes, not {len(packed)}")
-        return np.flatnonzero(np.unpackbits(packed, bitorder="little")).astype(np.uint32), _no_rows()
+        return np.flatnonzero(np.unpackbits(packed, bitorder="little")).astype(np.uint32), _NO_ROWS
     set_rows, cleared_rows = take_array(message, "set", "<u4"), take_array(message, "clr", "<u4")
     for rows in (set_rows, cleared_rows):
         if len(rows) and (rows[-1] >= total or np.any(rows[1:] <= rows[:-1])):

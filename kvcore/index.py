@@ -35,11 +35,6 @@ def _place(pool: Pool, key: np.uint64) -> tuple[int, np.uint32]:
 
 
 @jit
-def _next(pool: Pool, bucket: int) -> int:
-    return bucket + 1 if bucket + 1 < pool.slots.shape[0] else 0
-
-
-@jit
 def find(pool: Pool, key: np.uint64) -> int:
     """The published block with this hash, or -1."""
     bucket, tag = _place(pool, key)
@@ -53,7 +48,7 @@ def find(pool: Pool, key: np.uint64) -> int:
                     return block
         if pool.slots[bucket, 0] == 0:
             break
-        bucket = _next(pool, bucket)
+        bucket = (bucket + 1) % pool.slots.shape[0]
     return -1
 
 
@@ -67,7 +62,7 @@ def insert(pool: Pool, block: int) -> None:
                 pool.slots[bucket, i] = tag | np.uint32(block + 1)
                 return
         pool.slots[bucket, 0] += np.uint32(1)
-        bucket = _next(pool, bucket)
+        bucket = (bucket + 1) % pool.slots.shape[0]
 
 
 @jit
@@ -80,4 +75,4 @@ def remove(pool: Pool, block: int) -> None:
                 pool.slots[bucket, i] = 0
                 return
         pool.slots[bucket, 0] -= np.uint32(1)
-        bucket = _next(pool, bucket)
+        bucket = (bucket + 1) % pool.slots.shape[0]

@@ -116,7 +116,7 @@ class Lease:
             self._block_ids[self._num_blocks : end] = blocks
             self._num_blocks = end
 
-    def settle(self, start: int, tokens: npt.NDArray[np.int32]) -> None:
+    def settle(self, start: int, tokens: Tokens) -> None:
         """Replace recorded tokens, from place `start` on; none of them is computed."""
         self._token_buffer[start : start + len(tokens)] = tokens
         if self._hashed > start // self.block_size:

@@ -19,14 +19,6 @@ def first_child(pool: Pool, parent: int) -> int:
 
 
 @jit
-def _set_first_child(pool: Pool, parent: int, block: int) -> None:
-    if parent >= 0:
-        pool.blocks[parent].child = block
-    else:
-        pool.spaces[-1 - parent].child = block
-
-
-@jit
 def closest(pool: Pool, parent: int, wanted: Tokens, start: int, end: int) -> tuple[int, int]:
     """The child that shares most tokens with wanted[start:end], at most a block, and how many; or (-1, 0).
 
@@ -59,12 +51,14 @@ def _before(pool: Pool, one: int, other: int) -> bool:
 @jit
 def _hang(pool: Pool, parent: int, above: int, left: bool, block: int) -> None:
     """Put `block` (or -1) below `above` in the tree of siblings, or make it the root if that is -1."""
-    if above < 0:
-        _set_first_child(pool, parent, block)
-    elif left:
+    if above >= 0 and left:
         pool.blocks[above].left = block
-    else:
+    elif above >= 0:
         pool.blocks[above].right = block
+    elif parent >= 0:
+        pool.blocks[parent].child = block
+    else:
+        pool.spaces[-1 - parent].child = block
 
 
 @jit
