@@ -47,6 +47,7 @@ VARIANTS: dict[str, Sequence[tuple[Any, str, Any]]] = {
     "no decode term (HORIZON_TOKENS 0)": ((router.loads, "HORIZON_TOKENS", 0),),
     "attention costs nothing": ((SimReplica, "load", _without_attention),),
     "never computed anew beside a holder": ((CacheAware, "_has_waited_enough", lambda *_: False),),
+    "siblings of a new prefix stay together": ((router.policy, "_is_new", lambda *_: False),),
     "no ages (equal costs at random)": (
         (Loads, "victim_ages", lambda self, slots, blocks, now: slots * 0.0),
     ),

@@ -23,7 +23,9 @@ That alone would leave peers idle beside a busy holder of a prefix, so the prefi
   request there) as long as computing it again takes (the ski-rental rule: rent until the rents have paid the
   price). A hot prefix is thus copied as often as its load needs, and a short queue scares nobody away.
 
-Waiting for one's own prefix, being computed there just now, counts as no waiting in either case.
+Waiting for one's own prefix, being computed there just now, counts as no waiting in either case. While a
+prefix is computed for the first time, replicas that compute nothing and have free blocks join in, up to
+COPIES of them: its siblings, which may be many, then find it in several places with short queues.
 
 Among replicas of nearly the same cost the one whose next eviction victim is oldest is taken, which makes
 separate LRU caches behave like one large one; what is still equal is drawn at random.

@@ -26,7 +26,7 @@ def test_replay_of_the_tiny_workload_hits_as_often_as_one_cache(endpoint, warmro
     report = tmp_path / "report.json"
     ended = warmroute(
         *("replay", "builtin:tiny", "--url", endpoint.url, "--api-key", endpoint.key),
-        *("--concurrency", "2", "--policy", "cache_aware", "--json", str(report)),
+        *("--concurrency", "1", "--policy", "cache_aware", "--json", str(report)),
     )
     assert ended.returncode == 0, ended.stderr
     assert "cache_aware" in ended.stdout
@@ -36,7 +36,8 @@ def test_replay_of_the_tiny_workload_hits_as_often_as_one_cache(endpoint, warmro
     assert sum(found["requests_per_replica"].values()) == 10
     assert set(found["requests_per_replica"]) <= endpoint.replicas()
     assert 0.35 < found["ideal_hit_rate"] < 0.45
-    assert found["hit_rate"] >= 0.7 * found["ideal_hit_rate"]  # two at a time begin cold at once
+    # One at a time: beside a busy holder, a copy on an idle replica with free blocks would be as good.
+    assert found["hit_rate"] >= 0.95 * found["ideal_hit_rate"]
     assert found["ttft_ms"]["p50"] <= found["ttft_ms"]["p99"]
 
 
