@@ -153,6 +153,13 @@ def first(pool: Pool) -> int:
 
 
 @jit
+def idle_s(pool: Pool, now: float) -> float:
+    """How long the next victim has been idle, in seconds; -1 if there is none."""
+    victim = first(pool)
+    return max(now - pool.blocks[victim].used_at, 0.0) if victim >= 0 else -1.0
+
+
+@jit
 def unlink(pool: Pool, block: int, now: float) -> None:
     """Make a published block without children invisible; its state is the caller's to set."""
     facts = pool.blocks[block]

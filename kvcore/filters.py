@@ -69,8 +69,9 @@ def column_digest(rows: npt.NDArray[np.integer]) -> int:
 def odd_rows(rows: Rows) -> Rows:
     """The rows that occur an odd number of times, ascending: the net effect of flips."""
     rows = np.sort(rows)
-    starts = np.flatnonzero(np.diff(rows, prepend=-1))
-    return rows[starts[np.diff(starts, append=len(rows)) % 2 == 1]]
+    edges = np.flatnonzero(rows[1:] != rows[:-1])
+    ends = np.append(edges, len(rows) - 1)  # of runs of one and the same row
+    return rows[ends[(ends - np.append(-1, edges)) % 2 == 1]]
 
 
 class CountingFilter:

@@ -68,10 +68,8 @@ class Occupancy:
         """How long the next victim has been idle, in seconds."""
         now = self._clock()
         self.pool = self._retentions.expire(self.pool, now)
-        victim = eviction.first(self.pool)
-        if victim < 0:
-            return None
-        return round(max(now - float(self.pool.blocks["used_at"][victim]), 0.0), 6)
+        idle_s = eviction.idle_s(self.pool, now)
+        return None if idle_s < 0 else round(idle_s, 6)
 
     def pin_hit(self, lease: Lease) -> Hit:
         """Hold the longest cached prefix: the number of its full blocks, a block to copy from or -1, and how

@@ -78,24 +78,28 @@ class Blocks:
         ids = np.arange(counts.sum()) + (self.runs[:, 0] - ends + counts).repeat(counts)
         return ids[: -(-self.num_tokens // self.size)]
 
-    def keys(self) -> NDArray[np.uint64]:
+    def keys(self, ids: NDArray[np.int64] | None = None) -> NDArray[np.uint64]:
         """A name for every block with all before it, as prefix caches do: uint64[ceil(num_tokens / size)].
 
-        Equal keys are equal prefixes, also where a trace's ids name contents wherever they stand.
+        Equal keys are equal prefixes, also where a trace's ids name contents wherever they stand. `ids` for
+        who has them.
         """
-        halves = np.ascontiguousarray(self.ids, np.dtype("<i8")).view("<i4")
+        ids = self.ids if ids is None else ids
+        halves = np.ascontiguousarray(ids, np.dtype("<i8")).view("<i4")
         return _HASHER.block_hashes(halves, 2, _HASHER.root(_SPACE))
 
     def token_ids(self) -> TokenIds:
         """The synthesized tokens: int32[num_tokens]."""
         return synthesize(self.ids, self.size, self.vocab, self.seed)[: self.num_tokens]
 
-    def stand_ins(self) -> TokenIds:
+    def stand_ins(self, ids: NDArray[np.int64] | None = None) -> TokenIds:
         """One and the same token for all of a block: int32[num_tokens], for who only compares prompts.
 
-        Made in a tenth of the time of `token_ids`; two ids have the same token once in 2^31 pairs.
+        Made in a tenth of the time of `token_ids`; two ids have the same token once in 2^31 pairs. `ids` for
+        who has them.
         """
-        names = (_mix(self.ids.astype(np.uint64)) >> np.uint64(33)).astype(np.int32)
+        ids = self.ids if ids is None else ids
+        names = (_mix(ids.astype(np.uint64)) >> np.uint64(33)).astype(np.int32)
         return names.repeat(self.size)[: self.num_tokens]
 
     def scaled(self, factor: float) -> "Blocks":

@@ -46,9 +46,10 @@ class SimRequest:
             tokens = request.tokens()
             hashes = HASHER.block_hashes(tokens, block_size, _ROOT)
         else:
-            tokens = blocks.stand_ins()
+            ids = blocks.ids
+            tokens = blocks.stand_ins(ids)
             if blocks.size == block_size:
-                hashes = blocks.keys()[: len(tokens) // block_size]
+                hashes = blocks.keys(ids)[: len(tokens) // block_size]
             else:
                 hashes = HASHER.block_hashes(tokens, block_size, _ROOT)
         return cls(tokens, hashes, request.max_tokens or 1, now, request.session_id)
