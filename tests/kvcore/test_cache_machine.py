@@ -1,9 +1,10 @@
-"""The cache against a naive twin, step by step, in tiny pools with every kind of trouble.
+r"""The cache against a naive twin, step by step, in tiny pools with every kind of trouble.
 
 All operations under all policies, with forced collisions and a clock that the test turns. Hypothesis finds
 short counterexamples; the random lives are long, and prove that each kind of trouble did occur. More of both:
 
-    KVCORE_EXAMPLES=2000 KVCORE_STEPS=200 KVCORE_RANDOM_LIVES=3000 pytest tests/kvcore/test_cache_machine.py
+    KVCORE_EXAMPLES=2000 KVCORE_STEPS=200 KVCORE_RANDOM_LIVES=3000 \
+        pytest --timeout 0 tests/kvcore/test_cache_machine.py
 """
 
 import os
