@@ -36,8 +36,13 @@ def block_copies(layers: Layers, copies: Sequence[tuple[int, int, int]]) -> None
 
     One launch for all layers, unless a copy writes what another one reads or writes.
     """
+    device = layers.bases.device
     for group in _independent(copies):
-        copy_all(layers, *torch.tensor(group, dtype=torch.int64).T.contiguous().to(layers.bases.device))
+        # From pinned memory, or the host would wait for all that the copying stream has to wait for.
+        table = torch.tensor(
+            list(zip(*group, strict=True)), dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
+        copy_all(layers, *table.to(device, non_blocking=True))
 
 
 def copy_all(layers: Layers, src: Tensor, dst: Tensor, tokens: Tensor) -> None:
