@@ -16,7 +16,8 @@ TILE = 2048  # words a program copies
 WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
-@triton.jit
+# The ids are rows of one tensor of any length: a kernel for each alignment would be compiled on the way.
+@triton.jit(do_not_specialize_on_alignment=["src_ids", "dst_ids", "tokens"])
 def copy_kernel(
     src_bases, dst_bases, src_ids, dst_ids, tokens, src_stride, dst_stride, token_words,
     WORD: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr,
