@@ -30,8 +30,8 @@ class AppConfig(BaseModel):
 
     With `engine.tensor_parallel`, its ranks share them equally."""
     replica_gpus: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """GPUs for a replica: with `engine.tensor_parallel` as many as ranks, or none, which means CPUs. A part of
-    one is shared with other replicas, and needs `engine.num_blocks`."""
+    """GPUs for a replica: with `engine.tensor_parallel` as many as ranks, or none, which means CPUs. A part
+    of one is shared with other replicas, and needs `engine.num_blocks`."""
     engine: dict[str, Any] = Field(default_factory=dict)
     """Fields of `replica.config.EngineConfig`: dtype, num_blocks, block_size, max_num_seqs, threads, ..."""
     api_keys: dict[str, str] = Field(default_factory=dict)
