@@ -7,7 +7,7 @@
     TRITON_INTERPRET=1 PYTHONPATH=. python benchmarks/gpu.py --tiny --tune   # in small, without a GPU
 
 Prints tables, then one JSON object as the last line. The exit status is 1 when a check fails, not when a
-target is missed. Needs torch, triton and numpy only, the engine all that Warmroute needs; FlashInfer is timed
+target is missed. Needs torch, triton and numpy only, the engine numba and msgpack, too; FlashInfer is timed
 if it is there.
 
 *share* is the least time over the measured one: for what moves memory, its bytes at the bandwidth of a plain

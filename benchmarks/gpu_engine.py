@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from replica.build import assemble, settled
+from replica.assemble import assemble, settled
 from replica.config import EngineConfig
 from replica.model import Model
 from replica.model_config import ModelConfig, RopeConfig

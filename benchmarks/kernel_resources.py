@@ -117,12 +117,13 @@ def described(kernel, args, kwargs):
     signature, constants, attributes = {}, {}, {}
     for place, parameter in enumerate(kernel.params):
         value = given.pop(parameter.name)
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        varies, unaligned = parameter.do_not_specialize, parameter.do_not_specialize_on_alignment
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1 and not varies):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
             continue
         signature[parameter.name] = type_name(value)
         number = value.data_ptr() if isinstance(value, torch.Tensor) else value
-        if isinstance(number, int) and number % 16 == 0:
+        if isinstance(number, int) and number % 16 == 0 and not varies and not unaligned:
             attributes[(place,)] = [["tt.divisibility", 16]]
     return kernel, signature, constants, attributes, given
 

@@ -127,9 +127,9 @@ class BlockCopier:
             for run in self._running
             if np.isin(targets, run.used).any() or np.isin(sources, run.written).any()
         ]
+        self._copied = True  # what was launched before an error runs as well
         with self._streams.copying(after):
             self._copy(copies)
-        self._copied = True
 
     @contextmanager
     def computing(self, batch: ForwardBatch) -> Iterator[None]:

@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from typing import Any
 
+from kvcore.eviction import POLICIES
 from replica.errors import ConfigError
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+"""Names in torch of what weights and KV can be in."""
+
+_DEVICES = r"auto|cpu|cuda(:\d{1,3})?"
+_LEAST = {
+    "block_size": 1,
+    "num_blocks": 1,
+    "max_batch_tokens": 1,
+    "max_num_seqs": 1,
+    "max_queue": 1,
+    "max_model_len": 2,
+    "max_failed_steps": 1,
+    "threads": 1,
+    "tensor_parallel": 1,
+    "draft_tokens": 0,
+}
+_OPTIONAL = ("num_blocks", "max_model_len", "threads")
+_MOST = 2**31 - 2  # the spare block's id is an int32 too
+_LONGEST_S = 1e6
 
 
 @dataclass(frozen=True)
@@ -14,7 +37,7 @@ class EngineConfig:
     Attributes:
         model: a known name ("smollm2-135m", "random:tiny"), a .gguf file or a Hugging Face folder.
         dtype: torch dtype of weights and KV; "auto" is bfloat16 on a GPU and float32 on a CPU.
-        device: torch device; "auto" is a GPU where there is one.
+        device: "cpu", "cuda" or "cuda:1"; "auto" is a GPU where there is one.
         block_size: tokens in a KV block.
         num_blocks: KV blocks in the pool. None takes what `memory_share` has room for on a GPU (see
             `replica.memory`), 1024 on a CPU. A block of smollm2-135m in float32 takes 720 KiB.
@@ -65,30 +88,29 @@ class EngineConfig:
     max_failed_steps: int = 3
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for sizes that cannot work."""
-        positive = (
-            "block_size",
-            "max_batch_tokens",
-            "max_num_seqs",
-            "max_queue",
-            "max_failed_steps",
-            "tensor_parallel",
-        )
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.num_blocks is not None and self.num_blocks < 1:
-            raise ConfigError(f"num_blocks must be at least 1, not {self.num_blocks}")
+        """Raise `ConfigError` for what cannot work, whatever the machine; comparisons with NaN are false."""
+        for name, least in _LEAST.items():
+            _check_number(name, getattr(self, name), least)
+        for name in ("cuda_graphs", "overlap"):
+            if getattr(self, name) not in (None, False, True):
+                raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        _check_name("dtype", self.dtype, ("auto", *DTYPES))
+        _check_name("eviction", self.eviction, tuple(POLICIES))
+        if not re.fullmatch(_DEVICES, str(self.device)):
+            raise ConfigError(f"device {self.device!r} is none of auto, cpu, cuda, and cuda:0, cuda:1, ...")
         if not 0 < self.memory_share <= 1:
             raise ConfigError(f"memory_share must be above 0 and at most 1, not {self.memory_share}")
-        if self.draft_tokens < 0:
-            raise ConfigError(f"draft_tokens must be 0 or more, not {self.draft_tokens}")
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"threads must be at least 1, not {self.threads}")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ConfigError(f"max_model_len must be at least 2, not {self.max_model_len}")
-        if not self.parallel_timeout_s > 0:
-            raise ConfigError(f"parallel_timeout_s must be above 0, not {self.parallel_timeout_s}")
+        if not 0 < self.parallel_timeout_s <= _LONGEST_S:
+            raise ConfigError(
+                f"parallel_timeout_s must be above 0 and at most {_LONGEST_S:g}, "
+                f"not {self.parallel_timeout_s}"
+            )
+        if not 0 <= self.poll_interval_s <= _LONGEST_S:
+            raise ConfigError(
+                f"poll_interval_s must be 0 to {_LONGEST_S:g} seconds, not {self.poll_interval_s}"
+            )
+        if self.num_blocks is not None and not self.num_blocks * self.block_size >= 2:
+            raise ConfigError("num_blocks 1 of block_size 1 has no room for a prompt and an answer")
         if self.max_batch_tokens < self.max_num_seqs:
             # Otherwise decodes alone could use up every step, and a prefill would never come to run.
             raise ConfigError(
@@ -105,3 +127,19 @@ class EngineConfig:
         """
         ranks = f"-tp{self.tensor_parallel}" if self.tensor_parallel > 1 else ""
         return f"{self.dtype}-b{self.block_size}{ranks}"
+
+
+def _check_number(name: str, value: Any, least: int) -> None:
+    if value is None and name in _OPTIONAL:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be a whole number, not {value!r}")
+    if value < least:
+        raise ConfigError(f"{name} must be at least {least}, not {value}")
+    if value > _MOST:
+        raise ConfigError(f"{name} must be at most {_MOST}, not {value}")
+
+
+def _check_name(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name} {value!r} is none of {', '.join(known)}")

@@ -54,14 +54,20 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        # One of our own: torch's is shared by the process, on the device that happened to record first.
+        self._stream = torch.cuda.Stream(device)
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """A graph's replay, on the current stream."""
-        run()  # compiles kernels and lets libraries allocate, neither of which a recording may do
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            # Compiles kernels, and lets libraries allocate what they keep for each stream: a recording may
+            # not do the one, and would do the other in memory of its own.
+            run()
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         # Another thread's use of the GPU, such as a second engine's, must not spoil the recording.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             run()
         return graph.replay
 

@@ -19,6 +19,8 @@ from replica.staging import Array, Fetched, Staging
 
 SampleKernel = Callable[..., Tensor]
 
+_MOST_IDS = np.iinfo(np.int32).max
+
 
 class Draws(Protocol):
     """What is drawn for the rows of one step."""
@@ -97,7 +99,8 @@ def _parameters(rows: Sequence[Row]) -> list[Array]:
     params = [row.params for row in rows]
     return [
         np.array([0.0 if row.greedy else row.params.temperature for row in rows], dtype=np.float32),
-        np.array([max(p.top_k, 0) for p in params], dtype=np.int32),
+        # As many as can be counted are all of any vocabulary.
+        np.array([min(max(p.top_k, 0), _MOST_IDS) for p in params], dtype=np.int32),
         np.array([p.top_p for p in params], dtype=np.float32),
         np.array([p.min_p for p in params], dtype=np.float32),
         np.array([row.seed for row in rows], dtype=np.uint64).view(np.int64),

@@ -106,6 +106,7 @@ def measured_blocks(config: EngineConfig, model: ProfiledModel, memory: DeviceMe
     Raises:
         ConfigError: not even one does; says what needs how much, and which settings change it.
     """
+    model.allocate_kv(1, config.block_size)  # what an engine before this one had is no use of ours
     memory.release()
     free = memory.free()
     step = _step_bytes(config, model, memory, free)
@@ -171,6 +172,9 @@ def allocate(
             f"num_blocks {blocks} takes {gib(needed)}, and {gib(here.free())} of {gib(here.total)} are free: "
             "lower num_blocks, or leave it out to have it measured"
         ) from error
+    except MemoryError as error:  # of a CPU, whose memory is only taken as blocks fill
+        needed = (blocks + 1) * model.kv_block_bytes(config.block_size)
+        raise ConfigError(f"num_blocks {blocks} takes {gib(needed)}, more than this machine has") from error
 
 
 def gib(nbytes: int) -> str:

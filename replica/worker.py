@@ -22,7 +22,8 @@ import numpy.typing as npt
 import torch
 
 from kvcore.namespace import Namespace
-from replica.build import build_engine, use_device
+from replica.assemble import use_device
+from replica.build import build_engine
 from replica.config import EngineConfig
 from replica.engine import Engine
 from replica.errors import EngineDead, InvalidRequest, QueueFull, ReplicaError

@@ -130,18 +130,37 @@ def check(config: AppConfig) -> None:
             be spread over the ranks and GPUs asked for.
     """
     try:
-        check_ranks(engine_config(config.model, config.engine))
+        check_ranks(engine_config(config.model, {**config.engine, "device": _device(config)}))
         load_codec(config.model)
     except ReplicaError as error:
         raise ConfigError(str(error)) from error
-    ranks = _ranks(config)
-    if ranks > 1 and config.replica_gpus not in (0, ranks):
+    ranks, gpus = _ranks(config), config.replica_gpus
+    if ranks > 1 and gpus not in (0, ranks):
         raise ConfigError(
-            f"replica_gpus {config.replica_gpus:g} with tensor_parallel {ranks}: each rank takes one GPU, so "
+            f"replica_gpus {gpus:g} with tensor_parallel {ranks}: each rank takes one GPU, so "
             f"say replica_gpus: {ranks} (or 0 for ranks on CPUs)"
         )
-    if ranks > 1 and not (config.replica_cpus or config.replica_gpus):
+    if ranks > 1 and not (config.replica_cpus or gpus):
         raise ConfigError(f"tensor_parallel {ranks} needs replica_cpus or replica_gpus above 0")
+    if ranks == 1 and gpus > 1:
+        raise ConfigError(f"replica_gpus {gpus:g} without tensor_parallel: a replica would use one of them")
+    if 0 < gpus < 1 and config.engine.get("num_blocks") is None:
+        raise ConfigError(
+            f"replica_gpus {gpus:g}: replicas that share a GPU cannot each measure what fits; say num_blocks"
+        )
+    if not gpus and config.engine.get("cuda_graphs"):
+        raise ConfigError("cuda_graphs need replica_gpus above 0")
+
+
+def _device(config: AppConfig) -> str:
+    """Of the replicas: a GPU if they have one reserved, which is then the only one that each process sees."""
+    asked, reserved = config.engine.get("device", "auto"), "cuda" if config.replica_gpus else "cpu"
+    if asked not in ("auto", reserved):
+        raise ConfigError(
+            f"device {asked!r} with replica_gpus {config.replica_gpus:g}, which means {reserved}: leave "
+            "device out, or change replica_gpus"
+        )
+    return reserved
 
 
 def resources(config: AppConfig) -> dict[str, Any]:
@@ -170,9 +189,8 @@ def build(args: AppConfig) -> serve.Application:
     """
     check(args)
     secret = bytes.fromhex(args.cluster_secret) if args.cluster_secret else secrets.token_bytes(32)
-    engine = {"threads": max(1, int(args.replica_cpus / _ranks(args))), **args.engine}
-    if args.replica_gpus and "device" not in engine:
-        engine["device"] = "cuda"
+    threads = max(1, int(args.replica_cpus / _ranks(args)))
+    engine = {"threads": threads, **args.engine, "device": _device(args)}
     replicas = serve.deployment(
         name="Replica",
         num_replicas=args.replicas,

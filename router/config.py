@@ -25,12 +25,13 @@ class AppConfig(BaseModel):
     """Model replicas at start (serve.yaml's `deployments` may override it, or autoscale)."""
     routers: int = Field(1, ge=1)
     """Router replicas, each with its own fingerprints and ledger."""
-    replica_cpus: float = Field(1.0, ge=0)
+    replica_cpus: float = Field(1.0, ge=0, allow_inf_nan=False)
     """CPUs that Ray reserves for a replica; also its torch threads when `engine.threads` is not given.
 
     With `engine.tensor_parallel`, its ranks share them equally."""
-    replica_gpus: float = Field(0.0, ge=0)
-    """GPUs for a replica: with `engine.tensor_parallel` as many as ranks, or none."""
+    replica_gpus: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """GPUs for a replica: with `engine.tensor_parallel` as many as ranks, or none, which means CPUs. A part
+    of one is shared with other replicas, and needs `engine.num_blocks`."""
     engine: dict[str, Any] = Field(default_factory=dict)
     """Fields of `replica.config.EngineConfig`: dtype, num_blocks, block_size, max_num_seqs, threads, ..."""
     api_keys: dict[str, str] = Field(default_factory=dict)

@@ -69,4 +69,5 @@ def test_serve_yaml_is_what_the_cli_reads() -> None:
     config = load_config(ROOT / "serve.yaml", {"replicas": 5, "policy": None, "engine": {"threads": 3}})
     assert config.replicas == 5
     assert config.policy == "cache_aware"
-    assert config.engine == {"block_size": 16, "num_blocks": 4096, "threads": 3}
+    # No num_blocks: what a GPU has room for is measured.
+    assert config.engine == {"block_size": 16, "threads": 3}

@@ -16,7 +16,8 @@ TILE = 2048  # words a program copies
 WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
-@triton.jit
+# The ids are rows of one tensor of any length: a kernel for each alignment would be compiled on the way.
+@triton.jit(do_not_specialize_on_alignment=["src_ids", "dst_ids", "tokens"])
 def copy_kernel(
     src_bases, dst_bases, src_ids, dst_ids, tokens, src_stride, dst_stride, token_words,
     WORD: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr,
@@ -36,8 +37,13 @@ def block_copies(layers: Layers, copies: Sequence[tuple[int, int, int]]) -> None
 
     One launch for all layers, unless a copy writes what another one reads or writes.
     """
+    device = layers.bases.device
     for group in _independent(copies):
-        copy_all(layers, *torch.tensor(group, dtype=torch.int64).T.contiguous().to(layers.bases.device))
+        # From pinned memory, or the host would wait for all that the copying stream has to wait for.
+        table = torch.tensor(
+            list(zip(*group, strict=True)), dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
+        copy_all(layers, *table.to(device, non_blocking=True))
 
 
 def copy_all(layers: Layers, src: Tensor, dst: Tensor, tokens: Tensor) -> None:

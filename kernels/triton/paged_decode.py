@@ -20,6 +20,8 @@ from kernels.triton.plan import Plan, cache_bytes, scale_pointers
 from kernels.triton.softmax import LOG2E, nothing_yet, scores_of, take_in
 
 JOINED = 16  # pieces the second launch takes at a time
+# From step to step: kernels for 1, multiples of 16 and the rest would be compiled while requests wait.
+VARYING = ["stride_table", "num_pieces"]
 
 
 @triton.jit
@@ -30,7 +32,7 @@ def _cut(contexts, seq, window, WINDOWED: tl.constexpr, PIECE: tl.constexpr, MOS
     return begin, end, tl.maximum(PIECE, tl.cdiv(end - begin, MOST))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def decode_kernel(
     q_ptr, k_cache, v_cache, pieces, lse, k_scales, v_scales, tables, contexts,
     stride_table, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
@@ -83,7 +85,7 @@ def decode_kernel(
     tl.store(lse + row, logs, mask=member < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING[1:])
 def join_kernel(
     pieces, lse, out, contexts, heads, num_pieces, window, DIM: tl.constexpr, PADDED: tl.constexpr,
     PIECE: tl.constexpr, MOST: tl.constexpr, WINDOWED: tl.constexpr, JOINED: tl.constexpr,

@@ -46,7 +46,7 @@ def _pass(
     return acc, total, top
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_table"])  # it varies from step to step, see `paged_decode`
 def prefill_kernel(
     q_ptr, k_cache, v_cache, out_ptr, k_scales, v_scales, tables, starts, contexts, tiles,
     stride_table, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # they vary from step to step, see `paged_decode`
 def rms_norm_kernel(
     x, residual, weight, out, total, rows, inner, stride_outer, stride_inner, width, eps,
     ADD: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,

@@ -71,10 +71,57 @@ def test_the_gpu_benchmark_runs_in_small():
     assert report["tiles"]
 
 
-def test_the_engine_benchmark_runs_in_small():
-    report = json.loads(
-        run("benchmarks/gpu.py", "--tiny", "--only", "engine", interpret="1").splitlines()[-1]
-    )
+# Every kernel that steps of different sizes launch, and as how many different programs.
+STEPS = """
+import json, sys
+sys.path[0] = "benchmarks"
+import dataclasses, torch, kernel_cases as cases, kernel_inputs as inputs, kernel_resources as resources
+from triton.runtime.jit import JITFunction
+from kernels import triton as fast
+found = {}
+def record(self, *args, grid, warmup, **kwargs):
+    found.setdefault(self.__name__, set()).add(repr(resources.described(self, args, kwargs)))
+JITFunction.run = record
+device, dtype = torch.device("cpu"), torch.bfloat16
+for rows, context in ((1, 600), (3, 768), (16, 8192)):
+    size = dataclasses.replace(inputs.CHECK, rows=rows, batch=rows, context=context, kv_heads=2, heads=8)
+    for case in (
+        cases.decode(size, device, dtype), cases.prefill(size, device, dtype, lens=[(rows + 1, context)]),
+        cases.rope_kv_write(size, device, dtype), cases.rms_norm(size, device, dtype),
+        cases.add_rms_norm(size, device, dtype), cases.silu_mul(size, device, dtype),
+        cases.sample(size, device),
+    ):
+        case.run()
+    cache = torch.zeros(40, 16, 2, 64, dtype=dtype)
+    fast.block_copies(fast.layers_of([(cache, cache.clone())]), [(i, 20 + i, 5) for i in range(rows)])
+print(json.dumps({name: len(programs) for name, programs in found.items()}))
+"""
+
+
+def test_nothing_is_compiled_for_another_size_of_step():
+    programs = json.loads(run("-c", STEPS, interpret="0").splitlines()[-1])
+    assert programs == dict.fromkeys(
+        [
+            "decode_kernel", "join_kernel", "prefill_kernel", "rope_kernel", "rms_norm_kernel",
+            "silu_mul_kernel", "sample_kernel", "copy_kernel",
+        ],
+        1,
+    ) | {"rms_norm_kernel": 2}  # fmt: skip
+
+
+# Runs a file with arguments where the packages named first cannot be imported.
+WITHOUT = """
+import runpy, sys
+sys.modules.update(dict.fromkeys(sys.argv[1].split(",")))
+sys.path[0], sys.argv[:2] = "benchmarks", []
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_the_engine_benchmark_runs_in_small_where_there_is_little_but_torch():
+    missing = "fastapi,gguf,httpx,jinja2,pydantic,ray,rich,safetensors,tokenizers,transformers,typer,yaml"
+    out = run("-c", WITHOUT, missing, "benchmarks/gpu.py", "--tiny", "--only", "engine", interpret="1")
+    report = json.loads(out.splitlines()[-1])
     rows = {row["name"]: row for row in report["engine"]}
     assert rows.keys() == {
         *(f"decode, batch {n}{how}" for n in (1, 3) for how in ("", ", no graphs", ", no overlap")),

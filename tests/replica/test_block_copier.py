@@ -87,6 +87,17 @@ def test_passes_that_are_done_hold_up_nobody(copier, log):
     assert len(copier._running) == 1
 
 
+def test_a_pass_waits_for_what_a_failed_copy_has_launched(log):
+    def fail(copies):
+        raise RuntimeError("no")
+
+    copier = BlockCopier(fail, log, 4)
+    with pytest.raises(RuntimeError, match="no"):
+        copier.copy([(1, 2, 3)])
+    compute(copier, log, batch([2]))
+    assert log.lines == ["copy after []", "join", "pass"]
+
+
 def test_nothing_to_copy(copier, log):
     copier.copy([])
     compute(copier, log, batch([2]))

@@ -1,9 +1,11 @@
 """What an engine is built with where the settings leave it open."""
 
+import math
+
 import pytest
 import torch
 
-from replica.build import settled
+from replica.assemble import settled
 from replica.config import EngineConfig
 from replica.errors import ConfigError
 
@@ -25,13 +27,26 @@ def test_what_is_said_is_done():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dtype": "int8"}, "dtype 'int8' is none of float16"),
-        ({"device": "gpu"}, "device 'gpu' is none that"),
+        ({"dtype": "int8"}, "dtype 'int8' is none of auto, float16"),
+        ({"dtype": None}, "dtype None is none of"),
+        *(
+            ({"device": name}, "is none of auto, cpu, cuda, and cuda:0")
+            for name in ("gpu", "meta", "mps", "cpu:1")
+        ),
+        ({"eviction": "random"}, "eviction 'random' is none of lru"),
+        ({"overlap": "false"}, "overlap must be true or false, not 'false'"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs must be a whole number, not 2.5"),
+        ({"num_blocks": True}, "num_blocks must be a whole number, not True"),
+        ({"num_blocks": 2**31}, "num_blocks must be at most 2147483646"),
+        ({"num_blocks": 1, "block_size": 1}, "num_blocks 1 of block_size 1 has no room"),
+        ({"tensor_parallel": 0}, "tensor_parallel must be at least 1, not 0"),
+        ({"parallel_timeout_s": math.inf}, "parallel_timeout_s must be above 0 and at most 1e[+]06, not inf"),
+        ({"poll_interval_s": -1}, "poll_interval_s must be 0 to"),
     ],
 )
-def test_what_does_not_exist_is_refused(settings, message):
+def test_what_does_not_exist_or_cannot_work_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        settled(EngineConfig(**settings))
+        EngineConfig(**settings)
 
 
 @NO_GPU
@@ -42,7 +57,14 @@ def test_what_is_not_here_is_refused(tiny_engine):
         tiny_engine(cuda_graphs=True)
 
 
-@pytest.mark.parametrize("share", [0, -0.1, 1.01])
+def test_more_blocks_than_the_machine_has_memory_for(tiny_engine):
+    with pytest.raises(
+        ConfigError, match=r"num_blocks 1000000000 takes 1907.3 GiB, more than this machine has"
+    ):
+        tiny_engine(num_blocks=10**9)
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 1.01, math.nan])
 def test_a_share_is_a_part(share):
     with pytest.raises(ConfigError, match="memory_share must be above 0 and at most 1"):
         EngineConfig(memory_share=share)

@@ -29,11 +29,11 @@ class Ledger:
 
     def __init__(self, total, used, step=0, fails_at=None):
         self.total, self.used, self.step, self.fails_at = total, used, step, fails_at
-        self.kept, self.blocks, self.batches = 0, [], []
+        self.kept, self.held, self.blocks, self.batches = 0, 0, [], []
         self.config = tiny_config()
 
     def free(self):
-        return self.total - self.used - self.kept
+        return self.total - self.used - self.kept - self.held
 
     def release(self):
         self.kept = 0
@@ -45,6 +45,7 @@ class Ledger:
         if self.fails_at == "kv":
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.blocks.append((num_blocks, block_size))
+        self.held = 0  # what there was
 
     def forward(self, batch):
         self.batches.append(batch)
@@ -86,10 +87,16 @@ def test_the_step_is_measured_and_graphs_have_their_room():
     ledger = Ledger(10 * GIB, 2 * GIB, step=GIB)
     # 9 GiB may be used: 2 are, 1 by the step, blocks take 2 MiB.
     assert measured_blocks(config(), ledger, ledger, graphs=False) == 3 * GIB // MIB - 1
-    assert (ledger.blocks, ledger.kept) == ([(2, 2)], 0)
+    assert (ledger.blocks, ledger.kept) == ([(1, 2), (2, 2)], 0)
     graphs = GIB + 3 * GRAPH_BYTES  # of 1, 2 and 4 sequences
     ledger = Ledger(10 * GIB, 2 * GIB, step=GIB)
     assert measured_blocks(config(), ledger, ledger, graphs=True) == (6 * GIB - graphs) // (2 * MIB) - 1
+
+
+def test_blocks_of_an_engine_before_this_one_do_not_count():
+    ledger = Ledger(10 * GIB, 2 * GIB, step=GIB)
+    ledger.held = 7 * GIB
+    assert measured_blocks(config(), ledger, ledger, graphs=False) == 3 * GIB // MIB - 1
 
 
 def test_what_does_not_fit_is_told_with_figures_and_settings():

@@ -16,6 +16,7 @@ PLAIN = [
     {"temperature": 1.0, "top_k": -1},
     {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
     {"temperature": 1.5, "min_p": 0.05},
+    {"temperature": 1.1, "top_k": 2**63 - 1},
 ]
 OTHERS = [
     {"temperature": 0.8, "repetition_penalty": 1.3},
@@ -44,7 +45,7 @@ def logits(count, seed=0):
 
 
 def test_plain_rows_stay_on_the_device(begin, device):
-    asked, scores = rows(*PLAIN, *PLAIN), logits(8)
+    asked, scores = rows(*PLAIN, *PLAIN), logits(2 * len(PLAIN))
     draws, expected = begin(scores, asked), sample(scores, asked)
     assert (draws.tokens.device.type, draws.tokens.tolist()) == (device.type, expected.tokens)
     assert draws.result() == expected
