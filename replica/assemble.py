@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,8 +67,12 @@ def assemble(config: EngineConfig, model: LoadedModel, tokenizer: EngineTokenize
         ConfigError: the device has too little memory.
     """
     blocks = _allocate(config, model)
-    if replays(config, model):
-        _record(config, model, longest_context(config, model.config.context_length, blocks))
+    recorded = replays(config, model)
+    if model.device.type == "cuda":
+        longest = longest_context(config, model.config.context_length, blocks)
+        if recorded:
+            _record(config, model, longest)
+        rehearse(model, config.block_size, longest)
     warm_up()
     hasher = PrefixHasher(config.hash_secret)
     cache = PrefixCache(blocks, config.block_size, hasher, policy=config.eviction)
@@ -109,6 +114,17 @@ def replays(config: EngineConfig, model: LoadedModel) -> bool:
             f"cuda_graphs need a GPU and Triton's kernels, not {config.dtype} on {model.device}"
         )
     return able and config.cuda_graphs is not False
+
+
+def rehearse(model: LoadedModel, block_size: int, longest: int) -> None:
+    """Run what only some steps launch, so that it is compiled before requests wait for it: decodes beside a
+    prefill, in a short context and in one of `longest` tokens, and a block copy. Writes to block 0."""
+    blocks = np.zeros(-(-longest // block_size), dtype=np.int64)
+    prefill = (np.zeros(2, dtype=np.int64), 0, blocks[:2], 1)
+    for start in (0, longest - 1):
+        decode = (np.zeros(1, dtype=np.int64), start, blocks[: start // block_size + 1], 1)
+        model.forward(ForwardBatch.build([decode, prefill], block_size))
+    model.copy_blocks([(0, 0, 1)])
 
 
 def _allocate(config: EngineConfig, model: LoadedModel) -> int:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from replica.errors import ConfigError
 from replica.parallel.follower import Task, command
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -33,9 +34,13 @@ Launch = Callable[[Sequence[Task]], Followers]
 
 
 class ChildProcesses:
-    """Ranks that are this process's children; on CUDA, rank n takes the n-th device after rank 0's."""
+    """Ranks that are this process's children; on CUDA, rank n takes the n-th device after rank 0's.
+
+    Raises `ConfigError` when there are not as many devices.
+    """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
+        _check_devices([torch.device(on_own_device(task).device) for task in tasks])
         paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         self._children = {
@@ -73,6 +78,15 @@ class ChildProcesses:
             child.kill()
         for child in self._children.values():
             child.wait()
+
+
+def _check_devices(devices: Sequence[torch.device]) -> None:
+    last = max((device.index or 0 for device in devices if device.type == "cuda"), default=-1)
+    if last >= torch.cuda.device_count():
+        raise ConfigError(
+            f"tensor_parallel {len(devices) + 1} needs GPUs up to cuda:{last}, a rank each; torch finds "
+            f"{torch.cuda.device_count()} here"
+        )
 
 
 def on_own_device(task: Task) -> Task:

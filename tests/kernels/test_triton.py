@@ -109,6 +109,40 @@ def test_nothing_is_compiled_for_another_size_of_step():
     ) | {"rms_norm_kernel": 2}  # fmt: skip
 
 
+# What is launched for steps of every kind and was not for a rehearsal: passes compute nothing here.
+REHEARSED = """
+import json, sys
+sys.path[0] = "benchmarks"
+import numpy as np, torch, kernel_resources as resources
+from triton.runtime.jit import JITFunction
+from replica.assemble import rehearse
+from replica.batch import ForwardBatch
+from replica.models import load_model
+found = {}
+def record(self, *args, grid, warmup, **kwargs):
+    found.setdefault(repr(resources.described(self, args, kwargs)), self.__name__)
+JITFunction.run = record
+model, _ = load_model("random:tiny", torch.bfloat16, "cpu")
+model.allocate_kv(128, 16)
+rehearse(model, 16, 2048)
+known = len(found)
+mixed = [(300, 300), (1, 700), (16, 2000), (1, 1)]
+for lens in ([(1, 3)], [(1, 40)] * 3, [(1, 600), (1, 2)], [(33, 40)], mixed):
+    model.forward(ForwardBatch.build(
+        [(np.zeros(new), end - new, np.arange(-(-end // 16)), 1) for new, end in lens], 16
+    ))
+model.copy_blocks([(1, 2, 3), (3, 4, 16), (5, 6, 1)])
+print(json.dumps([known, list(found.values())[known:]]))
+"""
+
+
+def test_all_kinds_of_steps_are_rehearsed(monkeypatch):
+    monkeypatch.setenv("WARMROUTE_KERNELS", "triton")
+    known, late = json.loads(run("-c", REHEARSED, interpret="0").splitlines()[-1])
+    # Norms of one sum and of none, rotary embedding, SwiGLU, attention three ways and a join, a copy.
+    assert (known, late) == (9, [])
+
+
 # Runs a file with arguments where the packages named first cannot be imported.
 WITHOUT = """
 import runpy, sys

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from replica.assemble import settled
+from replica.assemble import rehearse, settled
 from replica.config import EngineConfig
 from replica.errors import ConfigError
+from replica.models import load_model
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -17,6 +18,15 @@ def test_without_a_gpu_everything_is_on_the_cpu(tiny_engine):
     engine = tiny_engine(num_blocks=None)
     assert (engine.config.device, engine.config.dtype, engine.cache.num_blocks) == ("cpu", "float32", 1024)
     assert engine.facts.layout == "float32-b4"
+
+
+@pytest.mark.parametrize(("block_size", "longest"), [(1, 2), (4, 3), (4, 64)])
+def test_a_rehearsal_stays_within_the_context(block_size, longest):
+    model, _ = load_model("random:tiny")
+    model.allocate_kv(-(-longest // block_size), block_size)
+    rehearse(model, block_size, longest)
+    used = [bool(caches[0].any()) for caches in model.kv_cache.layers[0][0][:, None]]
+    assert (used[0], any(used[1:])) == (True, False)
 
 
 def test_what_is_said_is_done():

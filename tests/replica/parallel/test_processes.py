@@ -226,6 +226,14 @@ def test_an_error_in_one_rank_is_told_and_ends_all(tmp_path):
     assert not any(process.is_running() for process in launch.processes)
 
 
+def test_ranks_without_a_gpu_each_are_not_started():
+    task = Task(63, 64, 1, "random:tiny", "float16", "cuda:0", None, 1.0)
+    with pytest.raises(
+        ConfigError, match="tensor_parallel 2 needs GPUs up to cuda:63, a rank each; torch finds"
+    ):
+        ChildProcesses([task])
+
+
 def test_settings_that_cannot_work(launch):
     with pytest.raises(ConfigError, match="tensor_parallel 3 does not divide the model's 4 attention heads"):
         build_engine(EngineConfig(**SETTINGS, tensor_parallel=3), launch)
