@@ -166,7 +166,8 @@ class Engine:
         self.rates.record(plan.prefill_work(self._attention_tokens), plan.decodes, landing.seconds)
         with self._lock:
             self.scheduler.max_batch_tokens = self._budget.tokens
-            self.scheduler.complete(plan)
+            spoiled = {draw.chunk.seq for draw in landing.draws if min(draw.tokens) < 0}
+            self.scheduler.complete(plan, spoiled)
             return [output for draw in landing.draws for output in self._advance(draw)]
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ Draft tokens (see `replica.drafts`) take what budget and blocks are left when ev
 from __future__ import annotations
 
 import bisect
+from collections.abc import Collection
 
 import numpy as np
 
@@ -115,16 +116,17 @@ class Scheduler:
         """Whether a step can be scheduled while another one runs: nobody has to give blocks back for it."""
         return self.drafter is None and self.cache.available >= len(self.running)
 
-    def complete(self, plan: Plan) -> None:
+    def complete(self, plan: Plan, spoiled: Collection[Sequence] = ()) -> None:
         """The plan's tokens are computed: publish the blocks that became full, fork for who waited.
 
-        Chunks with drafts are left to `accept`; who was removed while the step ran is left alone.
+        Chunks with drafts are left to `accept`; who was removed while the step ran is left alone. What was
+        computed for `spoiled` sequences, whose logits are not finite, is shown to nobody.
         """
         for chunk in plan.chunks:
             if chunk.seq.lease is None:
                 continue
             chunk.seq.pending -= chunk.samples
-            if chunk.drafts:
+            if chunk.drafts or chunk.seq in spoiled:
                 continue
             self._computed(chunk.seq, chunk.end)
             if chunk.samples:

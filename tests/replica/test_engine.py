@@ -349,6 +349,15 @@ def test_nan_logits_fail_one_request_only(tiny_engine, ask, run_all, break_model
     assert idle(engine)
 
 
+def test_what_gave_nan_is_not_cached(tiny_engine, ask, run_all, break_model):
+    engine = tiny_engine()
+    break_model(engine, nan={0})
+    assert "NaN" in run_all(engine, [ask("a", PROMPT)])["a"].failure.message
+    assert engine.cache.stats().published == 0
+    again = run_all(engine, [ask("b", PROMPT)])["b"]
+    assert (again.usage.cached_tokens, again.reason) == (0, {0: "length"})
+
+
 # --- Load. ---
 
 
