@@ -12,7 +12,7 @@ from kvcore.cache import PrefixCache
 from kvcore.hashing import PrefixHasher
 from kvcore.warm_up import warm_up
 from replica.choice import EngineTokenizer
-from replica.config import EngineConfig
+from replica.config import DTYPES, EngineConfig
 from replica.engine import Engine
 from replica.errors import ConfigError
 from replica.limits import longest_context
@@ -29,7 +29,7 @@ CPU_BLOCKS = 1024
 
 BuiltModel = Model | ParallelModel
 
-_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
+_DTYPES = {name: getattr(torch, name) for name in DTYPES}
 
 
 def build_engine(config: EngineConfig, launch: Launch = ChildProcesses) -> Engine:
@@ -72,10 +72,7 @@ def settled(config: EngineConfig) -> EngineConfig:
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise ConfigError(f"device {device!r} is none that torch knows") from error
+    kind = torch.device(device).type
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {device!r}: torch finds no GPU here")
     if kind == "cuda" and torch.device(device).index is None:
@@ -83,8 +80,6 @@ def settled(config: EngineConfig) -> EngineConfig:
     dtype = config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if kind == "cuda" else "float32"
-    if dtype not in _DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is none of {', '.join(_DTYPES)}")
     overlap = kind == "cuda" if config.overlap is None else config.overlap
     return replace(config, device=device, dtype=dtype, overlap=overlap)
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any
 
+from kvcore.eviction import POLICIES
 from replica.errors import ConfigError
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+"""Names of torch dtypes that weights and KV can have."""
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,2})?")
+_TYPES = {"str": str, "int": int, "float": (int, float), "bool": bool, "bytes": bytes}
+_WORDS = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,10 @@ class EngineConfig:
     max_failed_steps: int = 3
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for sizes that cannot work."""
+        """Raise `ConfigError` for values of a wrong type, unknown names, and sizes that cannot work."""
+        for each in fields(self):
+            _check_type(each.name, str(each.type), getattr(self, each.name))
+        self._check_names()
         positive = (
             "block_size",
             "max_batch_tokens",
@@ -96,6 +109,14 @@ class EngineConfig:
                 f"max_num_seqs ({self.max_num_seqs})"
             )
 
+    def _check_names(self) -> None:
+        if self.dtype not in ("auto", *DTYPES):
+            raise ConfigError(f"dtype {self.dtype!r} is none of auto, {', '.join(DTYPES)}")
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"device must be auto, cpu, cuda or a GPU such as cuda:0, not {self.device!r}")
+        if self.eviction not in POLICIES:
+            raise ConfigError(f"eviction {self.eviction!r} is none of {', '.join(sorted(POLICIES))}")
+
     @property
     def layout(self) -> str:
         """Names the format of the KV, a part of the cache namespace: blocks of another layout never match.
@@ -105,3 +126,13 @@ class EngineConfig:
         """
         ranks = f"-tp{self.tensor_parallel}" if self.tensor_parallel > 1 else ""
         return f"{self.dtype}-b{self.block_size}{ranks}"
+
+
+def _check_type(name: str, annotation: str, value: Any) -> None:
+    """Raise `ConfigError` unless a value read from YAML is what a field's annotation says."""
+    kind, _, optional = annotation.partition(" | ")
+    if optional and value is None:
+        return
+    # To Python, true is a whole number.
+    if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "bool"):
+        raise ConfigError(f"{name} must be {_WORDS.get(kind, kind)}, not {value!r}")

@@ -142,6 +142,8 @@ def check(config: AppConfig) -> None:
         )
     if ranks > 1 and not (config.replica_cpus or config.replica_gpus):
         raise ConfigError(f"tensor_parallel {ranks} needs replica_cpus or replica_gpus above 0")
+    if config.engine.get("cuda_graphs") and not (config.replica_gpus or "device" in config.engine):
+        raise ConfigError("cuda_graphs need a GPU: say how many a replica has (replica_gpus)")
 
 
 def resources(config: AppConfig) -> dict[str, Any]:
@@ -170,9 +172,9 @@ def build(args: AppConfig) -> serve.Application:
     """
     check(args)
     secret = bytes.fromhex(args.cluster_secret) if args.cluster_secret else secrets.token_bytes(32)
-    engine = {"threads": max(1, int(args.replica_cpus / _ranks(args))), **args.engine}
-    if args.replica_gpus and "device" not in engine:
-        engine["device"] = "cuda"
+    # Ray does not hide the GPUs of a node from replicas that have reserved none.
+    device = "cuda" if args.replica_gpus else "cpu"
+    engine = {"device": device, "threads": max(1, int(args.replica_cpus / _ranks(args))), **args.engine}
     replicas = serve.deployment(
         name="Replica",
         num_replicas=args.replicas,

@@ -25,13 +25,23 @@ def test_what_is_said_is_done():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dtype": "int8"}, "dtype 'int8' is none of float16"),
-        ({"device": "gpu"}, "device 'gpu' is none that"),
+        ({"dtype": "int8"}, "dtype 'int8' is none of auto, float16"),
+        ({"dtype": 16}, "dtype must be a text, not 16"),
+        ({"device": "gpu"}, "device must be auto, cpu, cuda or .* not 'gpu'"),
+        ({"device": "cuda:first"}, "not 'cuda:first'"),
+        ({"eviction": "newest"}, "eviction 'newest' is none of fifo, lfu, lru, priority, reuse"),
+        ({"memory_share": "90%"}, "memory_share must be a number, not '90%'"),
+        ({"num_blocks": "many"}, "num_blocks must be a whole number, not 'many'"),
+        ({"num_blocks": 12.5}, "num_blocks must be a whole number, not 12.5"),
+        ({"tensor_parallel": None}, "tensor_parallel must be a whole number, not None"),
+        ({"tensor_parallel": True}, "tensor_parallel must be a whole number, not True"),
+        ({"overlap": "on"}, "overlap must be true or false, not 'on'"),
+        ({"cuda_graphs": 1}, "cuda_graphs must be true or false, not 1"),
     ],
 )
 def test_what_does_not_exist_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        settled(EngineConfig(**settings))
+        EngineConfig(**settings)
 
 
 @NO_GPU

@@ -33,7 +33,7 @@ def test_ranks_share_what_the_replica_has_on_one_node():
     [
         ({"ranks": 3}, "tensor_parallel 3 does not divide the model's 4 attention heads"),
         ({"ranks": 0}, "tensor_parallel must be at least 1, not 0"),
-        ({"ranks": "2"}, "engine options: "),
+        ({"ranks": "2"}, "tensor_parallel must be a whole number, not '2'"),
         ({"ranks": 2, "replica_gpus": 1}, "replica_gpus 1 with tensor_parallel 2: .* say replica_gpus: 2"),
         ({"ranks": 2, "replica_gpus": 4}, "replica_gpus 4 with tensor_parallel 2: .* say replica_gpus: 2"),
         ({"ranks": 2, "replica_cpus": 0}, "tensor_parallel 2 needs replica_cpus or replica_gpus above 0"),
@@ -52,4 +52,14 @@ def test_the_deployment_has_them():
     assert options.placement_group_strategy == "STRICT_PACK"
     assert options.ray_actor_options["num_cpus"] == 1
     model, engine, _ = replica.init_args
-    assert (model, engine) == ("random:tiny", {"threads": 1, "tensor_parallel": 2})
+    assert (model, engine) == ("random:tiny", {"device": "cpu", "threads": 1, "tensor_parallel": 2})
+
+
+def test_replicas_use_gpus_only_where_they_have_reserved_some():
+    def device(**settings):
+        application = build(config(replicas=1, **settings))
+        return application._bound_deployment.init_args[2]._bound_deployment.init_args[1]["device"]
+
+    assert (device(), device(replica_gpus=1)) == ("cpu", "cuda")
+    with pytest.raises(ConfigError, match="cuda_graphs need a GPU: say how many"):
+        check(AppConfig(model="random:tiny", engine={"cuda_graphs": True}))
