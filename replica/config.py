@@ -13,7 +13,13 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 """Names of torch dtypes that weights and KV can have."""
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,2})?")
-_TYPES = {"str": str, "int": int, "float": (int, float), "bool": bool, "bytes": bytes}
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "str": str,
+    "int": int,
+    "float": (int, float),
+    "bool": bool,
+    "bytes": bytes,
+}
 _WORDS = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
