@@ -54,6 +54,9 @@ def _read(path: Path) -> dict[str, Any]:
         found = False
     if not found:
         raise ConfigError(f"{path} is no Serve configuration: it has no applications")
+    for name, value in {**document, **document["applications"][0]}.items():
+        if name in ("http_options", "args") and not isinstance(value, dict | None):
+            raise ConfigError(f"{path}: {name} must be names with values, not {value!r}")
     return document
 
 
