@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvcore.eviction import POLICIES
@@ -25,9 +25,16 @@ _LEAST = {
     "tensor_parallel": 1,
     "draft_tokens": 0,
 }
-_OPTIONAL = ("num_blocks", "max_model_len", "threads")
 _MOST = 2**31 - 2  # the spare block's id is an int32 too
 _LONGEST_S = 1e6
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "str": str,
+    "int": int,
+    "float": (int, float),
+    "bool": bool,
+    "bytes": bytes,
+}
+_WORDS = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
 @dataclass(frozen=True)
@@ -89,11 +96,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for what cannot work, whatever the machine; comparisons with NaN are false."""
+        for each in fields(self):
+            _check_type(each.name, str(each.type), getattr(self, each.name))
         for name, least in _LEAST.items():
-            _check_number(name, getattr(self, name), least)
-        for name in ("cuda_graphs", "overlap"):
-            if getattr(self, name) not in (None, False, True):
-                raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
+            _check_range(name, getattr(self, name), least)
         _check_name("dtype", self.dtype, ("auto", *DTYPES))
         _check_name("eviction", self.eviction, tuple(POLICIES))
         if not re.fullmatch(_DEVICES, str(self.device)):
@@ -129,14 +135,20 @@ class EngineConfig:
         return f"{self.dtype}-b{self.block_size}{ranks}"
 
 
-def _check_number(name: str, value: Any, least: int) -> None:
-    if value is None and name in _OPTIONAL:
+def _check_type(name: str, annotation: str, value: Any) -> None:
+    """Raise `ConfigError` unless a value read from YAML is what a field's annotation says."""
+    kind, _, optional = annotation.partition(" | ")
+    if optional and value is None:
         return
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"{name} must be a whole number, not {value!r}")
-    if value < least:
+    # To Python, true is a whole number.
+    if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "bool"):
+        raise ConfigError(f"{name} must be {_WORDS.get(kind, kind)}, not {value!r}")
+
+
+def _check_range(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
         raise ConfigError(f"{name} must be at least {least}, not {value}")
-    if value > _MOST:
+    if value is not None and value > _MOST:
         raise ConfigError(f"{name} must be at most {_MOST}, not {value}")
 
 

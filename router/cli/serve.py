@@ -54,6 +54,9 @@ def _read(path: Path) -> dict[str, Any]:
         found = False
     if not found:
         raise ConfigError(f"{path} is no Serve configuration: it has no applications")
+    for name, value in {**document, **document["applications"][0]}.items():
+        if name in ("http_options", "args") and not isinstance(value, dict | None):
+            raise ConfigError(f"{path}: {name} must be names with values, not {value!r}")
     return document
 
 
@@ -68,9 +71,9 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def default_threads(replicas: int) -> int:
-    """Torch threads per replica: this machine's cores shared out."""
-    return max(1, (os.cpu_count() or 1) // replicas)
+def default_threads(processes: int) -> int:
+    """Torch threads of each: this machine's cores shared out."""
+    return max(1, (os.cpu_count() or 1) // processes)
 
 
 def serve(
@@ -83,6 +86,7 @@ def serve(
         str | None, typer.Option(help="Address (default 127.0.0.1); others than loopback need API keys.")
     ] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port (default 8000).")] = None,
+    gpus: Annotated[float | None, typer.Option(min=0, help="GPUs per replica (default 0: CPUs).")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Torch threads per replica.")] = None,
     blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks per replica.")] = None,
     config: Annotated[Path | None, typer.Option(help="A serve.yaml; the other options override it.")] = None,
@@ -90,15 +94,16 @@ def serve(
     """Serve the endpoint on this machine until Ctrl-C."""
     from router.app import check
 
-    overrides: dict[str, Any] = {"model": model, "replicas": replicas, "policy": policy}
+    overrides: dict[str, Any] = {"model": model, "replicas": replicas, "policy": policy, "replica_gpus": gpus}
     overrides["engine"] = {"threads": threads, "num_blocks": blocks}
     settings = load_config(config, overrides)
-    if settings.engine.get("threads") is None:
-        engine = {**settings.engine, "threads": default_threads(settings.replicas)}
-        settings = settings.model_copy(update={"engine": engine})
     host, port = load_address(config, host, port)
     check_endpoint(settings, host, port)
     check(settings)
+    if settings.engine.get("threads") is None:
+        processes = settings.replicas * int(settings.engine.get("tensor_parallel", 1))
+        engine = {**settings.engine, "threads": default_threads(processes)}
+        settings = settings.model_copy(update={"engine": engine})
     typer.echo(f"starting {settings.replicas} replicas of {settings.model} ...")
     with local_ray(settings.replicas * settings.replica_cpus), deployed(settings, host, port) as url:
         typer.echo(f"{url}/v1 is up (policy {settings.policy}); Ctrl-C ends it")

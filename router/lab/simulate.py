@@ -1,6 +1,6 @@
 """`warmroute simulate`: hit rates and latencies of a trace on a fleet that one need not own."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -98,11 +98,10 @@ def simulate(
     model of how long steps take. With --pooled: eviction policies in one pool of blocks."""
     check_writable(json_file)
     check_report(report_file, json_file)
-    if report_file is not None and pooled:
-        raise OptionError("--report is about fleets: it cannot be had with --pooled")
     speeds = numbers(speed, "--speed")
-    if pooled and len(speeds) > 1:
-        raise OptionError(f"--pooled takes one --speed, not {speed!r}")
+    if pooled:
+        given = {"--report": report_file, "--tier": tier, "--change": change, "--fcfs": fcfs}
+        _check_pooled({**given, "--replica-speed": replica_speed != "1"}, speed)
     config = FleetConfig(
         replicas=replicas,
         blocks=blocks,
@@ -153,6 +152,15 @@ def numbers(text: str, option: str) -> tuple[float, ...]:
     if not all(1 / MAX_SPEED <= number <= MAX_SPEED for number in found):
         raise OptionError(f"{option} takes positive numbers up to {MAX_SPEED:g}, not {text!r}")
     return found
+
+
+def _check_pooled(fleets: Mapping[str, object], speed: str) -> None:
+    """Raise `OptionError` for options that only fleets have, and for several speeds."""
+    for option, given in fleets.items():
+        if given:
+            raise OptionError(f"{option} is about fleets: it cannot be had with --pooled")
+    if "," in speed:
+        raise OptionError(f"--pooled takes one --speed, not {speed!r}")
 
 
 def split_names(text: str) -> list[str]:

@@ -58,7 +58,7 @@ def stats(
 def synth(
     out: Annotated[str, typer.Argument(help="The file to write, JSONL; packed if it ends in .gz.")],
     kind: Annotated[str, typer.Option(help=f"{', '.join(KINDS)}, or mixed.")] = "mixed",
-    requests: Annotated[int | None, typer.Option(help="How many.")] = None,
+    requests: Annotated[int | None, typer.Option(help="How many, and the rest of the last session.")] = None,
     rate: Annotated[float | None, typer.Option(help="Requests per second.")] = None,
     seed: Annotated[int, typer.Option(help="Another seed, another trace of the same kind.")] = 0,
     block_size: Annotated[int | None, typer.Option(help="Tokens per hash id.")] = None,

@@ -38,7 +38,10 @@ def test_what_is_said_is_done():
     ("settings", "message"),
     [
         ({"dtype": "int8"}, "dtype 'int8' is none of auto, float16"),
-        ({"dtype": None}, "dtype None is none of"),
+        ({"dtype": 16}, "dtype must be a text, not 16"),
+        ({"memory_share": "90%"}, "memory_share must be a number, not '90%'"),
+        ({"tensor_parallel": None}, "tensor_parallel must be a whole number, not None"),
+        ({"cuda_graphs": 1}, "cuda_graphs must be true or false, not 1"),
         *(
             ({"device": name}, "is none of auto, cpu, cuda, and cuda:0")
             for name in ("gpu", "meta", "mps", "cpu:1")

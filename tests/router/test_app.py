@@ -47,7 +47,7 @@ def test_ranks_share_what_the_replica_has_on_one_node():
         ({"dtype": "int8"}, "dtype 'int8' is none of auto, float16"),
         ({"eviction": "random"}, "eviction 'random' is none of lru, "),
         ({"cuda_graphs": True}, "cuda_graphs need replica_gpus above 0"),
-        ({"memory_share": "much"}, "engine options: "),
+        ({"memory_share": "much"}, "memory_share must be a number, not .much."),
         ({"block_size": 1, "num_blocks": 1}, "has no room for a prompt and an answer"),
     ],
 )

@@ -42,6 +42,8 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
         ("applications: [{args: {cluster_secret: abc}}]", "cluster_secret"),
         ("applications: {", "is no YAML"),
         ("just text", "no Serve configuration"),
+        ("applications: [{args: [model]}]", r"args must be names with values, not \['model'\]"),
+        ("applications: [{}]\nhttp_options: [1]", "http_options must be names with values"),
     ],
 )
 def test_wrong_configurations_are_named(tmp_path: Path, text: str, message: str) -> None:

@@ -119,7 +119,9 @@ class Timing:
         try:
             figures = json.loads(Path(name).read_text(encoding="utf-8"))
             return cls.fitted(figures["steps"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except OSError as error:
+            raise OptionError(f"cannot read {name}: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise OptionError(f"{name} is no JSON of `warmroute bench engine`: {error!r}") from error
 
     @classmethod

@@ -121,6 +121,9 @@ def test_large_figures_are_not_cut_off(trace, invoke):
     ("options", "complaint"),
     [
         (["--pooled", "--speed", "1,4"], "--pooled takes one --speed, not '1,4'"),
+        (["--pooled", "--change", "fail:0@5"], "--change is about fleets: it cannot be had with --pooled"),
+        (["--pooled", "--replica-speed", "1,0.5"], "--replica-speed is about fleets"),
+        (["--timing", "nowhere.json"], "cannot read nowhere.json: No such file or directory"),
         (["--speed", "1e-320"], "--speed takes positive numbers up to 1e[+]09, not '1e-320'"),
         (["--replica-speed", "1e99"], "--replica-speed takes positive numbers up to"),
         (["--scale", "1e99"], "the scale must be a positive number up to 1e[+]06, not 1e[+]99"),
