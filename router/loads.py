@@ -141,7 +141,7 @@ class Loads:
         younger in proportion: an LRU's ages run from zero to the victim's over all its blocks.
         """
         free = self.free_blocks.take(slots) - self.sent_blocks.take(slots)
-        young = np.clip(1.0 + free * self.block_share.take(slots), 0.0, 1.0)
+        young = np.minimum(np.maximum(1.0 + free * self.block_share.take(slots), 0.0), 1.0)  # clip is slower
         ages = self.age_s.take(slots) + (now - self.reported_at.take(slots))
         ages *= np.where(np.isinf(ages), 1.0, young)
         return np.where(free >= blocks, np.inf, ages)

@@ -137,13 +137,16 @@ class SimReplica:
     def load(self) -> dict[str, Any]:
         """The figures that a replica reports to routers (LoadReport)."""
         room, attention = self.cache.room(), self.timing.attention
-        left = [(request.num_tokens, request.left()) for request in self.prefilling]
-        work = [count * (1 + (total - count / 2) * attention) for total, count in left]
+        waiting_tokens, work = self.waiting.tokens, self.waiting.work
+        for request in self.prefilling:
+            total, count = request.num_tokens, request.left()
+            waiting_tokens += count
+            work += count * (1 + (total - count / 2) * attention)
         return {
             "waiting": len(self.waiting),
             "running": len(self.prefilling) + len(self.decoding),
-            "waiting_tokens": self.waiting.tokens + sum([count for _, count in left]),
-            "waiting_work": sum(work, start=self.waiting.work),
+            "waiting_tokens": waiting_tokens,
+            "waiting_work": work,
             "free": room.free,
             "cached": room.cached,
             "held": room.held,

@@ -62,7 +62,8 @@ class PlacedByRouters:
 
     def suspects(self, replica: int) -> bool:
         """See `SimPolicy`."""
-        return any(router.needs_resync(str(replica)) for router in self._routers)
+        name = str(replica)
+        return any([router.needs_resync(name) for router in self._routers])
 
     def joined(self, replica: int) -> None:
         """See `SimPolicy`."""
