@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import torch
 
 from replica.assemble import LoadedModel, assemble, settled, use_device
@@ -26,11 +28,11 @@ def build_engine(config: EngineConfig, launch: Launch = ChildProcesses) -> Engin
     config = settled(config)
     use_device(torch.device(config.device))
     model = _load(config, launch)
-    try:
-        return assemble(config, model, load_tokenizer(config.model))
-    except BaseException:
-        model.close()  # or other ranks would stay until somebody collects it
-        raise
+    with ExitStack() as undo:
+        undo.callback(model.close)  # or other ranks would stay until somebody collects it
+        engine = assemble(config, model, load_tokenizer(config.model))
+        undo.pop_all()
+    return engine
 
 
 def _load(config: EngineConfig, launch: Launch) -> LoadedModel:

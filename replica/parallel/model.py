@@ -10,6 +10,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -111,15 +112,14 @@ def start(config: EngineConfig, dtype: torch.dtype, launch: Launch = ChildProces
     check_split(load_config(config.model), size)
     store = open_store(size)
     followers = launch([_task(config, rank, store.port) for rank in range(1, size)])
-    try:
+    with ExitStack() as undo:
+        undo.callback(followers.stop)
         _await(arrived_key, store, followers, size)
         device = torch.device(config.device)
         group = Group(store, Shard(0, size), device, config.parallel_timeout_s)
         model, whole = load_model(config.model, dtype, device, group)
         _await(loaded_key, store, followers, size)
-    except BaseException:
-        followers.stop()
-        raise
+        undo.pop_all()
     logger.info("%s is spread over %d processes", config.model, size)
     return ParallelModel(model, whole, group, store, followers)
 
