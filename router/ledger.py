@@ -56,6 +56,11 @@ class Reservation:
         return self._account.replica_id if self._account else None
 
     @property
+    def in_overlay(self) -> bool:
+        """Whether its prompt is in the overlay: on its way, or computed but not yet known to be stored."""
+        return self._entry is not None and self._entry.row >= 0
+
+    @property
     def miss_tokens(self) -> int:
         """Prompt tokens that the replica was expected to compute."""
         return self.num_tokens - self.predicted_tokens
@@ -71,7 +76,7 @@ class _Account:
         self.slot = slot
         self.queued: dict[Reservation, None] = {}
         self.running: set[Reservation] = set()
-        self.unstored: set[Reservation] = set()  # running ones whose prompt is still in the overlay
+        self.unstored: set[Entry] = set()  # prompts computed there that its fingerprint does not yet show
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ class LedgerStats:
     running_tokens: int
     """Prompt tokens of running requests, once for each of their choices: the decode load."""
     in_flight_prompts: int
-    """Prompts in the overlay: placed there and not yet known to be stored."""
+    """Prompts of these requests in the overlay: not yet known to be stored."""
     choices: int
     """Answers that the requests draw, queued and running: what a replica counts, too."""
 
@@ -125,6 +130,8 @@ class Ledger:
             return
         for reservation in [*account.queued, *account.running]:
             self.finish(reservation)
+        for entry in account.unstored:
+            self.in_flight.remove(entry)
         del self._accounts[replica_id]
 
     def reserve(
@@ -187,17 +194,19 @@ class Ledger:
         self.running_tokens[account.slot] += reservation.choices * reservation.num_tokens
         if reservation._entry is not None:
             reservation._entry.epoch, reservation._entry.seq = epoch, seq
-            account.unstored.add(reservation)
+            account.unstored.add(reservation._entry)
 
     def finish(self, reservation: Reservation) -> None:
-        """The request is over, however it ended. Idempotent."""
+        """The request is over, however it ended. Idempotent.
+
+        A prompt that was computed stays in the overlay until the fingerprint shows it (see `stored`).
+        """
         if reservation.state == _QUEUED:
             self._leave_queue(reservation)
         elif reservation.state == _RUNNING:
             account = reservation._account
             assert account is not None
             account.running.discard(reservation)
-            account.unstored.discard(reservation)
             self.outstanding[account.slot] -= reservation.choices
             self.running_tokens[account.slot] -= reservation.choices * reservation.num_tokens
         self._close(reservation)
@@ -210,13 +219,10 @@ class Ledger:
         account = self._accounts.get(replica_id)
         if account is None:
             return
-        for reservation in tuple(account.unstored):
-            entry = reservation._entry
-            assert entry is not None, "it leaves the set when its prompt leaves the overlay"
+        for entry in tuple(account.unstored):
             if entry.epoch != epoch or entry.seq <= seq:
                 self.in_flight.remove(entry)
-                reservation._entry = None
-                account.unstored.discard(reservation)
+                account.unstored.discard(entry)
 
     def queued_before(self, replica_id: str, moment: float) -> int:
         """Work of the requests reserved before `moment` and still queued."""
@@ -233,7 +239,7 @@ class Ledger:
             running_requests=len(account.running),
             queued_tokens=int(self.queued_tokens[slot]),
             running_tokens=int(self.running_tokens[slot]),
-            in_flight_prompts=sum(r._entry is not None for r in [*account.queued, *account.running]),
+            in_flight_prompts=sum(r.in_overlay for r in [*account.queued, *account.running]),
             choices=int(self.outstanding[slot]),
         )
 
@@ -252,8 +258,9 @@ class Ledger:
         self.outstanding[account.slot] -= reservation.choices
 
     def _close(self, reservation: Reservation) -> None:
-        if reservation._entry is not None:
-            self.in_flight.remove(reservation._entry)
-            reservation._entry = None
+        entry, account = reservation._entry, reservation._account
+        if entry is not None and (account is None or entry not in account.unstored):
+            self.in_flight.remove(entry)
+        reservation._entry = None
         reservation._account = None
         reservation.state = _DONE

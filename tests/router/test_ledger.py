@@ -181,4 +181,24 @@ def test_ten_thousand_mixed_endings_leave_exact_zeros():
     assert all(not any(asdict(ledger.stats(name)).values()) for name in names)
     for figures in (ledger.queued_tokens, ledger.head_work, ledger.outstanding, ledger.running_tokens):
         assert not figures.any()
+    for name in names:  # what was computed stays known until a fingerprint shows it, or that epoch is over
+        ledger.stored(name, 3, 0)
+    assert len(ledger.in_flight) == 0
+
+
+def test_a_prompt_that_was_computed_stays_in_the_overlay_after_its_request_has_ended():
+    ledger = ledger_of("a", "b")
+    for name, seq in (("a", 5), ("b", 7)):
+        reservation = ledger.reserve(name, HASHES, 100, 0)
+        ledger.start(reservation, name, 0, epoch=1, seq=seq)
+        ledger.finish(reservation)
+    unanswered = ledger.reserve("a", HASHES, 100, 0)
+    ledger.finish(unanswered)
+    assert ledger.stats("a") == ledger.stats("b") == IDLE
+    assert len(ledger.in_flight) == 2
+    ledger.stored("a", 1, 4)
+    assert len(ledger.in_flight) == 2
+    ledger.stored("a", 1, 5)
+    assert len(ledger.in_flight) == 1
+    ledger.drop_replica("b")
     assert len(ledger.in_flight) == 0
