@@ -15,7 +15,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-import router.loads
 import router.policy
 from router.lab.commands import read_requests
 from router.lab.modifiers import faster, in_time_order
@@ -44,7 +43,6 @@ VARIANTS: dict[str, Sequence[tuple[Any, str, Any]]] = {
     "no crowd (CROWD 0)": ((router.policy, "CROWD", 0.0),),
     "free blocks count as others": ((Loads, "has_room", lambda self, blocks: blocks < 0),),
     "a coming copy is as good as a ready one": ((router.policy, "_coming", lambda s, pending: 0.0),),
-    "no decode term (HORIZON_TOKENS 0)": ((router.loads, "HORIZON_TOKENS", 0),),
     "attention costs nothing": ((SimReplica, "load", _without_attention),),
     "never computed anew beside a holder": ((CacheAware, "_has_waited_enough", lambda *_: False),),
     "siblings of a new prefix stay together": ((router.policy, "_is_new", lambda *_: False),),

@@ -2,7 +2,7 @@
 
     python benchmarks/policy_scenarios.py [--sharegpt sharegpt_tokens.jsonl.gz] [--seeds 3]
 
-Simulates 8 replicas (H100, 8B; 2,000 blocks of 64 tokens) at light, medium and heavy load, with cache_aware
+Simulates 8 replicas (H100, 8B; 4,000 blocks of 64 tokens) at light, medium and heavy load, with cache_aware
 and least_load, on: prompts that share nothing; one hot prefix for all; a burst of 200 siblings of a new
 prefix; a mix of everything; the same where half of the replicas are half as fast; and ShareGPT's tokens.
 Prints mean TTFT and E2E of both, medians over seeds, and one JSON object as the last line.

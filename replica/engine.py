@@ -193,7 +193,6 @@ class Engine:
                 "prefill_tokens_per_s": self.rates.prefill_tokens_per_s,
                 "measured_tokens": self.rates.measured_tokens,
                 "decode_step_s": self.rates.decode_step_s,
-                "decode_row_s": self.rates.decode_row_s,
                 "drafted": self.drafted,
                 "accepted": self.accepted,
             }

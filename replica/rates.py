@@ -7,9 +7,6 @@ PRIOR_STEP_S = 0.03
 _PRIOR_TOKENS = 16.0
 _HALF_LIFE_TOKENS = 4096.0
 _STEP_WEIGHT = 0.1
-_ROW_WEIGHT = 0.02
-_PRIOR_ROWS = 8
-"""Until batches of several sizes were seen, a sequence is taken to add this part of a step to it."""
 
 
 class Rates:
@@ -25,9 +22,6 @@ class Rates:
         self._tokens = _PRIOR_TOKENS
         self._seconds = _PRIOR_TOKENS / PRIOR_TOKENS_PER_S
         self._step_s: float | None = None
-        self._row_s: float | None = None
-        self._decodes = 0
-        self._means = [0.0] * 4  # of sequences, seconds, their product and sequences squared, a decode step
         self.measured_tokens = 0  # prompt tokens that the rate has been learnt from
 
     @property
@@ -40,11 +34,6 @@ class Rates:
         """Seconds of a step that only decodes, at the batch sizes of late."""
         return PRIOR_STEP_S if self._step_s is None else self._step_s
 
-    @property
-    def decode_row_s(self) -> float:
-        """Seconds that one more sequence adds to a step that only decodes."""
-        return self.decode_step_s / _PRIOR_ROWS if self._row_s is None else self._row_s
-
     def record(self, prefill: float, decodes: int, seconds: float) -> None:
         """Take note of one step, with its `Plan.prefill_work`. In a mixed one, a usual decode step's time is
         taken off the prefill's."""
@@ -52,7 +41,6 @@ class Rates:
             if decodes:
                 before = seconds if self._step_s is None else self._step_s
                 self._step_s = before + _STEP_WEIGHT * (seconds - before)
-                self._learn_row(decodes, seconds)
             return
         share = prefill / (prefill + decodes)
         spent = max(seconds - (self.decode_step_s if decodes else 0.0), seconds * share * 0.5, 1e-9)
@@ -60,16 +48,3 @@ class Rates:
         self.measured_tokens += round(prefill)
         self._tokens = self._tokens * decay + prefill
         self._seconds = self._seconds * decay + spent
-
-    def _learn_row(self, rows: int, seconds: float) -> None:
-        """The slope of seconds over sequences, by least squares over the steps of late; it stays as it was
-        while all batches are of about one size."""
-        self._decodes += 1
-        weight = max(_ROW_WEIGHT, 1.0 / self._decodes)
-        seen = (rows, seconds, rows * seconds, rows * rows)
-        self._means = [mean + weight * (new - mean) for mean, new in zip(self._means, seen, strict=True)]
-        mean_rows, mean_s, product, square = self._means
-        variance = square - mean_rows**2
-        if variance >= 0.25:
-            slope = (product - mean_rows * mean_s) / variance
-            self._row_s = min(max(slope, 0.0), mean_s / mean_rows)

@@ -28,17 +28,12 @@ Vector = npt.NDArray[np.float64]
 
 DEFAULT_TOKENS_PER_S = 1000.0
 """Prefill rate assumed until any replica has reported one."""
-DEFAULT_ROW_S = 0.001
-"""What a sequence is taken to add to a decode step until a replica has reported it."""
 
 MEASURED_TOKENS = 4096
 """Prompt tokens that a replica must have computed before its own rate is believed. Until then its warm-up,
 while others started on the same machine, would decide who gets work, and nothing would ever correct it."""
 
-HORIZON_TOKENS = 8
-"""Output tokens over which the slower decode steps at a busy replica are counted."""
-
-_FIELDS = ("rate", "token_s", "attention", "horizon_s", "others_work", "others_requests", "since", "age_s",
+_FIELDS = ("rate", "token_s", "attention", "others_work", "others_requests", "since", "age_s",
            "free_blocks", "block_share", "sent_blocks", "reported_at",
            "rate_known", "busy_at")  # fmt: skip
 
@@ -49,7 +44,6 @@ class Loads:
     rate: Vector  # prefill, work/s
     token_s: Vector  # 1 / rate
     attention: Vector  # 1 / attention_tokens
-    horizon_s: Vector  # what each request there adds to the first HORIZON_TOKENS decode steps, seconds
     others_work: Vector  # what other routers' requests wait to have computed, at `since`
     others_requests: Vector  # other routers' requests, waiting and running, each of their choices
     since: Vector  # clock reading up to which work done is accounted for
@@ -86,7 +80,6 @@ class Loads:
             getattr(self, name)[slot] = 0.0
         self._set_rate(slot, self._last_rate)
         self.attention[slot] = self._last_attention
-        self.horizon_s[slot] = HORIZON_TOKENS * DEFAULT_ROW_S
         self.age_s[slot] = np.inf
         self.busy_at[slot] = -np.inf
         self.since[slot] = self.reported_at[slot] = self._clock()
@@ -158,9 +151,6 @@ class Loads:
             if rate != self._last_rate and (self.rate_known[slot] or not self.rate_known.any()):
                 self._last_rate = rate
                 self._set_rate(self.rate_known == 0.0, rate)
-        row_s = load.get("decode_row_s")
-        if row_s is not None:
-            self.horizon_s[slot] = HORIZON_TOKENS * row_s
 
     def _set_rate(self, slot: int | npt.NDArray[np.bool_], rate: float) -> None:
         self.rate[slot] = rate

@@ -5,15 +5,14 @@
     cost = (wait + work) / rate                     until this request's first token
          + work / fleet's rate * evicts             what recomputing takes from others' caches and queues,
          + work / fleet's rate * CROWD * requests   and from the requests there, which it delays
-         + horizon * requests                       slower decoding, for all of them
          + coming / fleet's rate                    a copy that is there is better than one that is coming
 
 wait: work to be done there first; work: what is not cached of this prompt, with its attention (`Loads.work`);
-rate: work/s; requests: those there now; horizon: what one more adds to the first decode steps. evicts is
-BETA - 1 where blocks must be evicted, and 0 where some are free: recomputed tokens weigh more than waiting,
-because copies take the place of blocks that somebody else needs. What recomputing costs others does not
-depend on whose speed it is done at, so the mean speed of the fleet counts there. coming: tokens of this
-prompt that requests in flight still compute there and that another replica has already.
+rate: work/s; requests: those there now, waiting and running. evicts is BETA - 1 where blocks must be evicted,
+and 0 where some are free: recomputed tokens weigh more than waiting, because copies take the place of blocks
+that somebody else needs. What recomputing costs others does not depend on whose speed it is done at, so the
+mean speed of the fleet counts there. coming: tokens of this prompt that requests in flight still compute
+there and that another replica has already.
 
 That alone would leave peers idle beside a busy holder of a prefix, so the prefix is computed anew elsewhere
 
@@ -46,11 +45,11 @@ Vector = npt.NDArray[np.float64]
 
 BETA = 5.0
 """Seconds of waiting that one second of recomputing weighs where it evicts other blocks."""
-CROWD = 0.3
+CROWD = 0.4
 """Share of the requests at a replica that a prefill there delays by as long as it takes."""
 COPIES = 8
 """Replicas that compute a new prefix at the same time; each further one would shorten the queues little."""
-NEAR = 0.1
+NEAR = 0.05
 """Costs that differ by less than this part of the time to compute what misses count as equal."""
 
 
@@ -142,7 +141,7 @@ class CacheAware:
         there_s = np.where(s.allowed, (s.wait_work + s.work) * token_s, np.inf)
         room = s.loads.has_room((s.num_tokens - s.hit_tokens) / s.block_size)
         others = np.where(room, 0.0, BETA - 1.0) + CROWD * s.requests
-        cost = there_s + mean_s * others * s.work + s.loads.horizon_s * s.requests
+        cost = there_s + mean_s * others * s.work
         if s.pending_tokens is not None:
             cost += mean_s * _coming(s, s.pending_tokens)
         best = int(cost.argmin())

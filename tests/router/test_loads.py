@@ -201,10 +201,3 @@ def test_room_is_what_is_free_and_not_spoken_for():
     assert [loads.has_room(np.full(64, n))[0] for n in (5.0, 5.1)] == [True, False]
     loads.sent(0, 2, clock.now)
     assert [loads.has_room(np.full(64, n))[0] for n in (3.0, 4.0)] == [True, False]
-
-
-def test_the_decode_cost_is_what_a_sequence_adds():
-    _, loads = one()
-    before = loads.horizon_s[0]
-    loads.report("a", 0, report(decode_row_s=0.002))
-    assert loads.horizon_s[0] == 8 * 0.002 != before

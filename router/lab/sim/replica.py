@@ -152,15 +152,8 @@ class SimReplica:
             "held": room.held,
             "num_blocks": self.cache.num_blocks,
             "eviction_age_s": room.eviction_age_s,
-            "decode_row_s": self._row_s(),
             **self._rates,
         }
-
-    def _row_s(self) -> float:
-        """What one more sequence like those that decode adds to a step."""
-        rows, context = len(self.decoding), self.decoding.context
-        each = context // rows if rows else 2048
-        return self.timing.decode(rows + 1, context + each) - self.timing.decode(rows, context)
 
     def _begin(self) -> None:
         """Plan the next step, if there is anything to do."""

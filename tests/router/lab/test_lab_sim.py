@@ -110,7 +110,7 @@ def test_cache_aware_beats_the_others_where_prefixes_repeat():
     assert rates["cache_aware"] > max(rates["least_load"], rates["round_robin"]) + 0.04
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.04, 1.08])
+@pytest.mark.parametrize("factor", [1.0, 1.02, 1.04])
 def test_an_idle_fleet_of_nearly_equal_replicas_uses_all_its_caches(factor):
     """One request at a time, prompts that fit the fleet's caches and not one replica's, three rounds."""
     prompts = [np.arange(40) + 100 * number for number in range(24)]
