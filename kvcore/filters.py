@@ -144,11 +144,11 @@ def _count(counts: Counts, hashes: Hashes, per_hash: int, step: int, flipped: Ro
     many did, and their digest; or -1, with nothing changed, when a counter would leave its range."""
     mask, edge, found, digest = np.uint64(len(counts) - 1), 1 if step > 0 else 0, 0, np.uint64(0)
     for place in range(len(hashes) * per_hash):
-        row = _row(hashes[place // per_hash], place % per_hash, mask)
+        row = row_of(hashes[place // per_hash], place % per_hash, mask)
         new = np.int64(counts[row]) + step
         if new < 0 or new > _MOST:
             for done in range(place):
-                counts[_row(hashes[done // per_hash], done % per_hash, mask)] -= np.uint16(step)
+                counts[row_of(hashes[done // per_hash], done % per_hash, mask)] -= np.uint16(step)
             return -1, digest
         counts[row] = new
         if new == edge:
@@ -167,7 +167,7 @@ def _mixed_sum(rows: Hashes) -> np.uint64:
 
 
 @jit
-def _row(value: np.uint64, number: int, mask: np.uint64) -> np.int64:
+def row_of(value: np.uint64, number: int, mask: np.uint64) -> np.int64:
     """`FilterGeometry.rows_of`, one row of one key."""
     step = (value >> np.uint64(32)) | np.uint64(1)
     return np.int64((value + np.uint64(number) * step) & mask)

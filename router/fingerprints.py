@@ -19,12 +19,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvcore.arrays import plain
+from kvcore.filters import row_of
 from kvcore.fingerprint import FilterGeometry, FingerprintUpdate, column_digest
+from kvcore.jit import jit
 
 _WORD = 64  # replicas per matrix word
 _MIN_ROWS = 1024
 _MASK64 = (1 << 64) - 1
-_S32, _ONE = np.uint64(32), np.uint64(1)
+_NONE, _ONE, _ALL = np.uint64(0), np.uint64(1), np.uint64(_MASK64)
 
 Words = npt.NDArray[np.uint64]
 Depths = npt.NDArray[np.int64]
@@ -166,47 +169,14 @@ class Fingerprints:
         """Blocks of the prompt that each replica holds, from its first one on: uint64[n] -> int64[capacity].
 
         Never too low for what was published; too high by a false positive now and then. Unused slots give 0.
-        Long prompts are matched in growing chunks, and no further than some replica still holds; beyond the
-        first chunk only words of the matrix with such a replica are read.
         """
-        words = self._matrix.shape[1]
-        depth = np.zeros((words, _WORD), dtype=np.int64)
-        alive = [_MASK64] * words
-        start, size = 0, 512 if words == 1 else 64
-        while start < len(hashes):
-            rows = self._rows(hashes[start : start + size])
-            living = [word for word in range(words) if alive[word]]
-            if 4 * len(living) > words > 1:
-                alive = _descend_all(self._matrix.take(rows, axis=0), alive, depth)
-            else:
-                if words > 1:
-                    rows *= words
-                for word in living:
-                    picked = self._flat.take(rows + word if word else rows)
-                    alive[word] = _descend(picked, alive[word], depth[word])
-            if not any(alive):
-                break
-            start, size = start + size, 2 * size
-        return depth.reshape(-1)
-
-    def _rows(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """The rows of `FilterGeometry.rows_of`, but as int64[K, n], so that the AND runs along memory.
-
-        The matrix has at most 2^31 rows, so adding the whole hash instead of its low half changes nothing.
-        """
-        step = hashes >> _S32
-        step |= _ONE
-        rows = np.empty((self._hashes, len(hashes)), dtype=np.uint64)
-        rows[0] = hashes
-        for k in range(1, self._hashes):
-            np.add(rows[k - 1], step, out=rows[k])
-        rows &= self._row_mask
-        return rows.view(np.int64)
+        depth = np.zeros(self.capacity, dtype=np.int64)
+        _descend(self._matrix, plain(hashes), self._hashes, self._alive, depth)
+        return depth
 
     def _set_matrix(self, matrix: Words) -> None:
         self._matrix = matrix  # bit `slot % 64` of word [row, slot // 64]
-        self._flat = matrix.reshape(-1)
-        self._row_mask = np.uint64(len(matrix) - 1)
+        self._alive = np.empty(matrix.shape[1], dtype=np.uint64)  # scratch of `match`
 
     def _gap(self, column: _Column) -> bool:
         column.gaps += 1
@@ -273,39 +243,38 @@ def _are_below(limit: int, rows: npt.NDArray[np.uint32]) -> bool:
     return len(rows) == 0 or int(np.maximum.reduce(rows)) < limit
 
 
-def _descend(picked: Words, alive: int, depth: Depths) -> int:
-    """Add to `depth` how far each of 64 replicas still holds the blocks: picked is uint64[K, m].
+@jit
+def _descend(matrix: Words, hashes: Words, per_hash: int, alive: Words, depth: Depths) -> None:
+    """How many of the hashes uint64[n] each replica has, from the first one on, into int64[64 * words] zeros.
 
-    `alive` are the replicas that hold everything before, `depth` is int64[64], updated in place. Returns the
-    replicas that hold all m blocks as well.
+    `alive`, uint64[words], is scratch: a bit for each replica that has everything so far. A word in which
+    there is none is not read again.
     """
-    held = np.bitwise_and.reduce(picked, axis=0)
-    if alive != _MASK64:
-        held[0] &= np.uint64(alive)
-    np.bitwise_and.accumulate(held, out=held)
-    ends = (held[1:] != held[:-1]).nonzero()[0]  # the last block of each stretch that the same replicas hold
-    depth += _lengths(held[:, None], ends)
-    return int(held[-1])
+    words, mask = len(alive), np.uint64(len(matrix) - 1)
+    alive[:] = _ALL
+    living = words
+    for block in range(len(hashes)):
+        for word in range(words):
+            before = alive[word]
+            if before == _NONE:
+                continue
+            now = before
+            for k in range(per_hash):
+                now &= matrix[row_of(hashes[block], k, mask), word]
+            if now != before:
+                _note(before ^ now, block, depth[word * _WORD : (word + 1) * _WORD])
+                alive[word] = now
+                living -= now == _NONE
+        if living == 0:
+            return
+    for word in range(words):
+        _note(alive[word], len(hashes), depth[word * _WORD : (word + 1) * _WORD])
 
 
-def _descend_all(picked: Words, alive: list[int], depth: Depths) -> list[int]:
-    """`_descend` for all words at once: picked is uint64[K, m, words], depth int64[words, 64]."""
-    held = np.bitwise_and.reduce(picked, axis=0)
-    held[0] &= np.array(alive, dtype=np.uint64)
-    np.bitwise_and.accumulate(held, axis=0, out=held)
-    ends = (held[1:] != held[:-1]).any(axis=1).nonzero()[0]
-    depth += _lengths(held, ends).reshape(depth.shape)
-    return held[-1].tolist()
-
-
-def _lengths(held: Words, ends: npt.NDArray[np.intp]) -> Depths:
-    """Leading blocks per replica, int64[64 * words], of AND-accumulated uint64[m, words]."""
-    count = len(ends)
-    states = np.empty((count + 1, held.shape[1]), dtype="<u8")
-    blocks = np.zeros(count + 2, dtype=np.int64)
-    states[:count], states[count] = held[ends], held[-1]
-    np.add(ends, 1, out=blocks[1:-1])
-    blocks[-1] = len(held)
-    bits = np.unpackbits(states.view(np.uint8), axis=1, bitorder="little")
-    stretches: npt.NDArray[np.intp] = np.add.reduce(bits, axis=0, dtype=np.intp)
-    return blocks.take(stretches)
+@jit
+def _note(replicas: np.uint64, blocks: int, depth: Depths) -> None:
+    """These replicas, a bit each, have so many blocks."""
+    if blocks > 0:
+        for slot in range(_WORD):
+            if (replicas >> np.uint64(slot)) & _ONE:
+                depth[slot] = blocks

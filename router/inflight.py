@@ -1,8 +1,8 @@
 """Prompts on their way: an exact overlay over the fingerprints, for requests placed but not yet stored.
 
 Each entry keeps the prefix hashes of one placed prompt. A hash covers its whole prefix, so two prompts share
-at least d blocks exactly if their d-th hashes agree: one comparison per entry tells whether it leads deeper
-than what is known of its replica, and the first such entry settles all others that share the same part.
+at least d blocks exactly if their d-th hashes agree: one comparison tells whether an entry leads deeper than
+what is known of its replica, and only then it is searched how much deeper.
 """
 
 from collections.abc import Iterator
@@ -10,9 +10,11 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from kvcore.arrays import plain
+from kvcore.jit import jit
+
 _MIN_ENTRIES = 64
 _MIN_POOL = 4096
-_SHORTCUTS = 3
 
 Hashes = npt.NDArray[np.uint64]
 Depths = npt.NDArray[np.int64]
@@ -99,45 +101,9 @@ class InFlight:
         Returns whether anything was raised.
         """
         count = len(self._entries)
-        if count == 0 or len(hashes) == 0:
-            return False
-        slots, starts = self._slots[:count], self._starts[:count]
-        lengths = np.minimum(self._lengths[:count], len(hashes))
-        for step in range(_SHORTCUTS + 1):
-            known = depth.take(slots)
-            rows = (known < lengths).nonzero()[0]
-            known = known.take(rows)
-            leads = self._pool.take(starts.take(rows) + known) == hashes.take(known)
-            rows = rows[leads]
-            if len(rows) == 0:
-                return step > 0
-            if step < _SHORTCUTS:
-                # Whoever shares as many blocks as one entry does is settled with it: bursts need one step.
-                shared = self._shared(rows[-1], hashes)
-                rows = rows[lengths.take(rows) >= shared]
-                rows = rows[self._pool.take(starts.take(rows) + (shared - 1)) == hashes[shared - 1]]
-                raised = slots.take(rows)
-                depth[raised] = np.maximum(depth.take(raised), shared)
-        found = self._search(starts.take(rows), lengths.take(rows), known[leads] + 1, hashes)
-        np.maximum.at(depth, slots.take(rows), found)
-        return True
-
-    def _search(self, starts: Depths, lengths: Depths, shared: Depths, hashes: Hashes) -> Depths:
-        """Blocks that some entries share with a prompt, by binary search; `shared` is known to be shared."""
-        step = 1 << int(lengths.max()).bit_length()
-        while step := step >> 1:
-            further = shared + step
-            fits = further <= lengths
-            last = np.where(fits, further, shared) - 1
-            shared = shared + step * (fits & (self._pool.take(starts + last) == hashes.take(last)))
-        return shared
-
-    def _shared(self, row: np.intp, hashes: Hashes) -> int:
-        """Number of blocks that the entry's prompt and this one have in common."""
-        start = self._starts[row]
-        length = min(int(self._lengths[row]), len(hashes))
-        differs = (self._pool[start : start + length] != hashes[:length]).nonzero()[0]
-        return int(differs[0]) if len(differs) else length
+        return count > 0 and _deepen(
+            self._slots[:count], self._starts, self._lengths, self._pool, plain(hashes), depth
+        )
 
     def _room(self, length: int) -> int:
         """Where `length` hashes fit; closes the holes, or grows the pool, when its end is reached."""
@@ -155,3 +121,23 @@ class InFlight:
             tail += count
         self._pool, self._tail = pool, tail
         return tail
+
+
+@jit
+def _deepen(
+    slots: Depths, starts: Depths, lengths: Depths, pool: Hashes, hashes: Hashes, depth: Depths
+) -> bool:
+    raised = False
+    for row in range(len(slots)):
+        known, end = depth[slots[row]], min(lengths[row], len(hashes))
+        if known >= end or pool[starts[row] + known] != hashes[known]:
+            continue
+        low, high = known + 1, end  # it shares at least `low` blocks, at most `high`
+        while low < high:
+            middle = (low + high + 1) // 2
+            if pool[starts[row] + middle - 1] == hashes[middle - 1]:
+                low = middle
+            else:
+                high = middle - 1
+        depth[slots[row]], raised = low, True
+    return raised
