@@ -171,7 +171,8 @@ class Fingerprints:
         Never too low for what was published; too high by a false positive now and then. Unused slots give 0.
         """
         depth = np.zeros(self.capacity, dtype=np.int64)
-        _descend(self._matrix, plain(hashes), self._hashes, self._alive, depth)
+        if len(hashes):
+            _descend(self._matrix, plain(hashes), self._hashes, self._alive, depth)
         return depth
 
     def _set_matrix(self, matrix: Words) -> None:

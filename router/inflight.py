@@ -101,7 +101,7 @@ class InFlight:
         Returns whether anything was raised.
         """
         count = len(self._entries)
-        return count > 0 and _deepen(
+        return min(count, len(hashes)) > 0 and _deepen(
             self._slots[:count], self._starts, self._lengths, self._pool, plain(hashes), depth
         )
 

@@ -248,6 +248,8 @@ class Placement:
         if replica_id is not None:
             self.loads.busy_at[self.fingerprints.slot(replica_id)] = self._clock()
             self.ledger.finish(reservation)
+            if self.fingerprints.position(replica_id)[0] is None:
+                self.ledger.stored(replica_id, None, 0)  # no update will tell that its prompts are stored
 
     def stats(self) -> dict[str, dict[str, int]]:
         """This router's figures by replica (`LedgerStats`); all exactly 0 when it is idle."""

@@ -36,6 +36,7 @@ from router.lab.sim.timing import Timing
 from router.lab.traces import read_trace
 
 _ANY_WIDTH = 1000
+_WARM_UP = 8  # requests
 
 
 def simulate(
@@ -206,6 +207,8 @@ def _fleet(
     """The report, and the speed and measures of each run; those have a journal if `watch`."""
     check_policies(names)
     bounds = _bounds(requests, config)
+    for name in names:  # compiles what is not yet compiled, which no run's time should contain
+        Fleet(config, name).run(requests[:_WARM_UP])
     measured = []
     for at in speeds:
         for name in names:

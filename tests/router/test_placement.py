@@ -328,16 +328,25 @@ def test_the_prompt_of_a_request_that_has_ended_is_known_before_the_fingerprint_
     assert (again.replica_id, again.predicted_tokens) == (first.replica_id, 160)
 
 
+def test_without_a_fingerprint_nothing_of_a_request_stays_after_its_end():
+    placement, hashes = placement_of(1), prompt(10)
+    placement.update("r0", None, load())
+    decision = placement.place(hashes, 170)
+    placement.on_start(decision, chunk("r0", 0, seq=5))
+    placement.finish(decision.reservation)
+    assert len(placement.ledger.in_flight) == 0
+    assert placement.place(hashes, 170).predicted_tokens == 0
+
+
 def test_a_replica_that_answers_from_another_epoch_is_cold_at_once():
-    placement, hashes, earlier = placement_of(1), prompt(10), prompt(10, 3)
-    placement.update("r0", snapshot(np.concatenate([hashes, earlier])), load())
+    placement, hashes = placement_of(1), prompt(10)
+    placement.update("r0", snapshot(hashes), load())
     assert not placement.needs_resync("r0")
     decision = placement.place(hashes, 170)
     placement.on_start(decision, chunk("r0", 0, epoch=2))
     placement.finish(decision.reservation)
     assert placement.needs_resync("r0")
-    assert placement.place(earlier, 170).predicted_tokens == 0
-    assert placement.place(hashes, 170).predicted_tokens == 160  # computed anew, in the new epoch
+    assert placement.place(hashes, 170).predicted_tokens == 0
 
 
 def test_broken_promises_make_a_replica_suspect_until_a_snapshot():

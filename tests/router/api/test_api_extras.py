@@ -152,8 +152,8 @@ async def test_metrics(fleet, make_play, chat_body):
         "warmroute_prompt_tokens_sum": 58,
         "warmroute_completion_tokens_sum": 6,
         "warmroute_cached_tokens_total": 32,
-        "warmroute_predicted_hit_tokens_total": 16,  # the second time
-        "warmroute_underpredicted_tokens_total": 16,
+        "warmroute_predicted_hit_tokens_total": 0,
+        "warmroute_underpredicted_tokens_total": 32,
         "warmroute_overpredicted_tokens_total": 0,
         "warmroute_aborts_total": 0,
         "warmroute_replicas": 2,
