@@ -8,14 +8,19 @@ import socket
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from threading import Thread
 
-from router.cli.interrupt import interruptible
+import psutil
+
+from router.cli.interrupt import INTERRUPTED, interruptible
 from router.cli.reaper import no_process_left
 from router.config import LOOPBACK, AppConfig
 from router.errors import ConfigError
 
 APP_NAME = "warmroute"
+_LOOK_S = 0.2
 
 
 def serve_switches() -> dict[str, str]:
@@ -84,7 +89,7 @@ def local_ray(cpus: float) -> Iterator[None]:
     _hush()
     import ray
 
-    with interruptible() as listen, no_process_left():
+    with _not_waiting_for_the_dead(), interruptible() as listen, no_process_left():
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, int(cpus) + 1),
@@ -97,8 +102,24 @@ def local_ray(cpus: float) -> Iterator[None]:
         try:
             yield
         finally:
-            with contextlib.suppress(KeyboardInterrupt):
-                ray.shutdown()
+            if _ray_lives():
+                with contextlib.suppress(KeyboardInterrupt):
+                    ray.shutdown()
+
+
+@contextlib.contextmanager
+def _not_waiting_for_the_dead() -> Iterator[None]:
+    """End the process at once if Ray is not shut down at the end, because it was dead already: its threads
+    and exit handlers would wait a minute for it, and then abort us."""
+    import ray
+
+    try:
+        yield
+    finally:
+        if ray.is_initialized():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)
 
 
 @contextlib.contextmanager
@@ -131,7 +152,37 @@ def deployed(config: AppConfig, host: str, port: int, timeout_s: float = 300.0) 
         wait_until_healthy(url, timeout_s)
         yield url
     finally:
-        serve.delete(APP_NAME)
+        while_ray_lives(lambda: serve.delete(APP_NAME), _ray_lives)
+
+
+def while_ray_lives(action: Callable[[], object], lives: Callable[[], bool]) -> None:
+    """Wait for `action`, in a thread of its own, or until Ray is dead: then nobody would ever answer it.
+
+    A signal to the whole process group, as systemd and `timeout` send it, ends Ray before us.
+    """
+    done: Future[object] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(action())
+        except Exception as error:
+            done.set_exception(error)
+
+    Thread(target=work, daemon=True).start()
+    while not wait([done], timeout=_LOOK_S).done:
+        if not lives():
+            return
+    done.result()
+
+
+def _ray_lives() -> bool:
+    """Whether both processes of our own Ray are there that everything else hangs on."""
+    missing = {"gcs_server", "raylet"}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                missing.discard(process.name())
+    return not missing
 
 
 def _last_words() -> str:

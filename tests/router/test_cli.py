@@ -6,13 +6,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import uuid
 from pathlib import Path
 
 import psutil
 import pytest
 
-from router.cli.cluster import check_endpoint, free_port, serve_switches
+from router.cli.cluster import check_endpoint, free_port, serve_switches, while_ray_lives
 from router.cli.reaper import no_process_left
 from router.cli.serve import load_config
 from router.config import AppConfig
@@ -98,6 +100,48 @@ def test_ctrl_c_while_starting_is_calm_and_leaves_nothing_behind() -> None:
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "", "stopping ...\n")
     assert [p for p in psutil.process_iter() if mark in _environment(p).get("MARK", "")] == []
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_whole_process_group_leaves_nothing_behind() -> None:
+    """As systemd and `timeout` send it: Ray ends too, and can no longer be asked for anything."""
+    mark, port = f"warmroute-test-{uuid.uuid4().hex}", free_port()
+    command = [SCRIPT, "serve", "--model", "random:tiny", "--replicas", "1", "--port", str(port)]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "MARK": mark},
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline(), process.stdout.readline()]
+        assert f"http://127.0.0.1:{port}" in lines[1], process.communicate()
+        os.killpg(process.pid, signal.SIGTERM)
+        process.communicate(timeout=50)  # Ray itself would give up after 60 s, and abort the process
+    assert process.returncode == 130
+    assert [p for p in psutil.process_iter() if mark in _environment(p).get("MARK", "")] == []
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", port))
+
+
+def test_an_action_is_waited_for_while_ray_lives() -> None:
+    done: list[int] = []
+    while_ray_lives(lambda: (time.sleep(0.3), done.append(1)), lambda: True)
+    assert done == [1]
+    with pytest.raises(ConfigError, match="what it said"):
+        while_ray_lives(_fail, lambda: True)
+
+
+def test_an_action_is_given_up_when_ray_is_dead() -> None:
+    never = threading.Event()
+    while_ray_lives(never.wait, lambda: False)
+    never.set()
+
+
+def _fail() -> None:
+    raise ConfigError("what it said")
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:
