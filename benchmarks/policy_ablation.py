@@ -35,12 +35,14 @@ def _without_attention(replica: SimReplica) -> dict[str, Any]:
 
 VARIANTS: dict[str, Sequence[tuple[Any, str, Any]]] = {
     "as it is": (),
-    "recomputing costs others nothing (BETA 1, CROWD 0)": (
+    "recomputing costs others nothing (BETA 1, CROWD 0, QUEUED 0)": (
         (router.policy, "BETA", 1.0),
         (router.policy, "CROWD", 0.0),
+        (router.policy, "QUEUED", 0.0),
     ),
     "no eviction term (BETA 1)": ((router.policy, "BETA", 1.0),),
     "no crowd (CROWD 0)": ((router.policy, "CROWD", 0.0),),
+    "queued requests count as others (QUEUED 0)": ((router.policy, "QUEUED", 0.0),),
     "free blocks count as others": ((Loads, "has_room", lambda self, blocks: blocks < 0),),
     "a coming copy is as good as a ready one": ((router.policy, "_coming", lambda s, pending: 0.0),),
     "attention costs nothing": ((SimReplica, "load", _without_attention),),

@@ -49,7 +49,7 @@ def synthetic(kind: str, share: float = 1.0) -> Workload:
 
 
 def burst(load: float, seed: int) -> Sequence[Request]:
-    """200 prompts of 8,192 new tokens and 100 own ones come within a second, and random ones around them."""
+    """200 prompts of the same 8,192 new tokens and 60 own ones come within a second, others around them."""
     background = list(synthetic("random")(load, seed))[: int(90 * load * 20)] if load else []
     rng = np.random.default_rng(seed)
     size, shared = 200, list(range(10**6, 10**6 + 128))

@@ -103,15 +103,16 @@ class Ledger:
         self._accounts: dict[str, _Account] = {}
         self._on_head_change = on_head_change or (lambda slot: None)
         self.in_flight = InFlight()
-        self.queued_tokens: Figures = np.zeros(0, dtype=np.int64)  # these five are int64[capacity], by slot
+        self.queued_tokens: Figures = np.zeros(0, dtype=np.int64)  # these six are int64[capacity], by slot
         self.queued_work: Figures = np.zeros(0, dtype=np.int64)
         self.head_work: Figures = np.zeros(0, dtype=np.int64)  # part of queued_work: the oldest request's
         self.outstanding: Figures = np.zeros(0, dtype=np.int64)  # choices, queued and running
+        self.queued: Figures = np.zeros(0, dtype=np.int64)  # those of them that are queued
         self.running_tokens: Figures = np.zeros(0, dtype=np.int64)
 
     def resize(self, capacity: int) -> None:
         """Give the figures this many slots; slots cut off must be unused."""
-        for name in ("queued_tokens", "queued_work", "head_work", "outstanding", "running_tokens"):
+        for name in ("queued_tokens", "queued_work", "head_work", "outstanding", "queued", "running_tokens"):
             old = getattr(self, name)
             new = np.zeros(capacity, dtype=np.int64)
             new[: len(old)] = old[:capacity]
@@ -165,6 +166,7 @@ class Ledger:
         self.queued_tokens[account.slot] += missing
         self.queued_work[account.slot] += work
         self.outstanding[account.slot] += choices
+        self.queued[account.slot] += choices
         if hashes is not None and len(hashes):
             reservation._entry = self.in_flight.add(account.slot, hashes)
         return reservation
@@ -256,6 +258,7 @@ class Ledger:
         self.queued_tokens[account.slot] -= reservation.miss_tokens
         self.queued_work[account.slot] -= reservation.work
         self.outstanding[account.slot] -= reservation.choices
+        self.queued[account.slot] -= reservation.choices
 
     def _close(self, reservation: Reservation) -> None:
         entry, account = reservation._entry, reservation._account

@@ -33,9 +33,9 @@ MEASURED_TOKENS = 4096
 """Prompt tokens that a replica must have computed before its own rate is believed. Until then its warm-up,
 while others started on the same machine, would decide who gets work, and nothing would ever correct it."""
 
-_FIELDS = ("rate", "token_s", "attention", "others_work", "others_requests", "since", "age_s",
-           "free_blocks", "block_share", "sent_blocks", "reported_at",
-           "rate_known", "busy_at")  # fmt: skip
+_FIELDS = ("rate", "token_s", "attention", "others_work", "others_requests", "others_queued", "since",
+           "age_s", "free_blocks", "block_share", "sent_blocks", "reported_at", "rate_known",
+           "busy_at")  # fmt: skip
 
 
 class Loads:
@@ -46,6 +46,7 @@ class Loads:
     attention: Vector  # 1 / attention_tokens
     others_work: Vector  # what other routers' requests wait to have computed, at `since`
     others_requests: Vector  # other routers' requests, waiting and running, each of their choices
+    others_queued: Vector  # those of them that have not begun
     since: Vector  # clock reading up to which work done is accounted for
     age_s: Vector  # age of the next eviction victim at the report; infinite while nothing needs to be evicted
     free_blocks: Vector  # at the report
@@ -91,6 +92,7 @@ class Loads:
         self._learn_speed(slot, load)
         requests = float(load.get("waiting", 0) + load.get("running", 0))
         self.others_requests[slot] = max(0.0, requests - self.ledger.outstanding.item(slot))
+        self.others_queued[slot] = max(0.0, load.get("waiting", 0) - self.ledger.queued.item(slot))
         if requests:
             self.busy_at[slot] = now
         self._split(replica_id, slot, float(load.get("waiting_work", load.get("waiting_tokens", 0))), now)
@@ -126,6 +128,10 @@ class Loads:
     def requests(self) -> Vector:
         """Choices drawn at each replica for all routers, waiting and running, float64[capacity]."""
         return self.ledger.outstanding + self.others_requests
+
+    def queued(self) -> Vector:
+        """Those of them that wait for their first token, float64[capacity]."""
+        return self.ledger.queued + self.others_queued
 
     def victim_ages(self, slots: npt.NDArray[np.intp], blocks: npt.NDArray[np.float64], now: float) -> Vector:
         """How long ago the block was used that the replica would evict next, seconds, for some slots.

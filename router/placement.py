@@ -288,6 +288,7 @@ class Placement:
             work=self.loads.work(hit, num_tokens),
             wait_work=self.loads.wait_work(now),
             requests=self.loads.requests(),
+            queued=self.loads.queued(),
             hashes=hashes,
             num_tokens=num_tokens,
             block_size=size,

@@ -4,15 +4,16 @@
 
     cost = (wait + work) / rate                     until this request's first token
          + work / fleet's rate * evicts             what recomputing takes from others' caches and queues,
-         + work / fleet's rate * CROWD * requests   and from the requests there, which it delays
+         + work / fleet's rate * delays             and from the requests there, which wait meanwhile
          + coming / fleet's rate                    a copy that is there is better than one that is coming
 
-wait: work to be done there first; work: what is not cached of this prompt, with its attention (`Loads.work`);
-rate: work/s; requests: those there now, waiting and running. evicts is BETA - 1 where blocks must be evicted,
-and 0 where some are free: recomputed tokens weigh more than waiting, because copies take the place of blocks
-that somebody else needs. What recomputing costs others does not depend on whose speed it is done at, so the
-mean speed of the fleet counts there. coming: tokens of this prompt that requests in flight still compute
-there and that another replica has already.
+wait: work to be done there first; work: what is not cached of this prompt, with its attention
+(`Loads.work`); rate: work/s. evicts is BETA - 1 where blocks must be evicted, and 0 where some are free:
+recomputed tokens weigh more than waiting, because copies take the place of blocks that somebody else needs.
+delays is CROWD for each request that is there now, and QUEUED more for each that still waits for its first
+token. What recomputing costs others does not depend on whose speed it is done at, so the mean speed of the
+fleet counts there. coming: tokens of this prompt that requests in flight still compute there and that
+another replica has already.
 
 That alone would leave peers idle beside a busy holder of a prefix, so the prefix is computed anew elsewhere
 
@@ -45,8 +46,10 @@ Vector = npt.NDArray[np.float64]
 
 BETA = 5.0
 """Seconds of waiting that one second of recomputing weighs where it evicts other blocks."""
-CROWD = 0.4
-"""Share of the requests at a replica that a prefill there delays by as long as it takes."""
+CROWD = 0.3
+"""Share of its time by which a prefill delays each request at the replica."""
+QUEUED = 0.2
+"""Share more by which it delays each of those that wait for their first token."""
 COPIES = 8
 """Replicas that compute a new prefix at the same time; each further one would shorten the queues little."""
 NEAR = 0.05
@@ -71,6 +74,8 @@ class Situation:
     """What must be computed at each replica before this request's turn comes."""
     requests: Vector
     """Requests at each replica, waiting and running; each of their choices counts."""
+    queued: Vector
+    """Those of them that wait for their first token."""
     hashes: npt.NDArray[np.uint64]
     num_tokens: int
     block_size: int
@@ -140,7 +145,7 @@ class CacheAware:
         mean_s = float(token_s @ s.allowed) / np.count_nonzero(s.allowed)
         there_s = np.where(s.allowed, (s.wait_work + s.work) * token_s, np.inf)
         room = s.loads.has_room((s.num_tokens - s.hit_tokens) / s.block_size)
-        others = np.where(room, 0.0, BETA - 1.0) + CROWD * s.requests
+        others = np.where(room, 0.0, BETA - 1.0) + CROWD * s.requests + QUEUED * s.queued
         cost = there_s + mean_s * others * s.work
         if s.pending_tokens is not None:
             cost += mean_s * _coming(s, s.pending_tokens)
@@ -248,16 +253,19 @@ def _is_new(s: Situation, pending: npt.NDArray[np.int64], best: int) -> bool:
 def _spread(
     s: Situation, pending: npt.NDArray[np.int64], best: int, there_s: Vector, room: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.intp]:
-    """Where requests are fewest, of the replicas that compute a new prefix and a few more that may join them:
-    those that compute nothing now, have free blocks and would need at most twice the time."""
+    """Where requests are fewest, and then where the answer comes soonest, of the replicas that compute a new
+    prefix and a few more that may join them: those that compute nothing now, have free blocks and would need
+    at most twice the time."""
     computing = 2 * pending > s.hit_tokens[best]
     able = computing
     if np.count_nonzero(computing) < COPIES:
         able = computing | ((s.wait_work <= 0.0) & room)
     slots = (able & (there_s <= 2.0 * there_s[best])).nonzero()[0]
     requests = s.requests.take(slots)
-    few: npt.NDArray[np.intp] = slots[requests == requests.min()]
-    return few
+    slots = slots[requests == requests.min()]
+    there_s = there_s.take(slots)
+    soonest: npt.NDArray[np.intp] = slots[there_s == there_s.min()]
+    return soonest
 
 
 def _coming(s: Situation, pending: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -195,6 +195,18 @@ def test_work_is_what_is_counted_where_it_is_told():
     assert (wait(loads, 1.0), loads.others_work[0]) == (900.0, 300.0)
 
 
+def test_queued_are_our_own_and_what_a_report_shows_beyond_them():
+    clock, loads = one()
+    first, _ = (loads.ledger.reserve("a", None, 100, 0, clock.now, choices=n) for n in (1, 2))
+    assert loads.queued()[0] == 3.0
+    loads.ledger.start(first, "a", 0, 1, 1)
+    assert (loads.queued()[0], loads.requests()[0]) == (2.0, 3.0)
+    loads.report("a", 0, report(waiting=6, running=2))
+    assert (loads.queued()[0], loads.requests()[0]) == (6.0, 8.0)
+    loads.report("a", 0, report(waiting=1, running=2))
+    assert (loads.queued()[0], loads.requests()[0]) == (2.0, 3.0)
+
+
 def test_room_is_what_is_free_and_not_spoken_for():
     clock, loads = one()
     loads.report("a", 0, report(free=5))

@@ -401,6 +401,15 @@ def test_among_holders_the_one_with_fewer_requests_decodes():
     assert placement.place(hashes, 325).replica_id == "r1"
 
 
+def test_a_prefill_stays_away_from_those_who_wait_for_their_first_token():
+    placement = placement_of(2)
+    placement.update("r0", None, load(running=1, waiting=1))
+    placement.update("r1", None, load(running=2))
+    (best, other) = placement.place(prompt(20), 320).candidates()
+    assert best.replica_id == "r1"
+    assert other.cost_s - best.cost_s == pytest.approx(0.2 * 0.32)
+
+
 def test_a_copy_that_is_there_is_better_than_one_that_is_coming():
     placement, hashes = placement_of(2), prompt(20)
     placement.update("r1", None, load())
