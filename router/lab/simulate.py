@@ -103,6 +103,8 @@ def simulate(
     if pooled:
         given = {"--report": report_file, "--tier": tier, "--change": change, "--fcfs": fcfs}
         _check_pooled({**given, "--replica-speed": replica_speed != "1"}, speed)
+    elif round_up:
+        raise OptionError("--round-up is about one pool: it goes with --pooled")
     config = FleetConfig(
         replicas=replicas,
         blocks=blocks,

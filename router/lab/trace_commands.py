@@ -12,7 +12,7 @@ from router.lab.rows import TraceOptions
 from router.lab.source import write_rows
 from router.lab.stats import trace_stats
 from router.lab.stats_view import stats_tables
-from router.lab.synth import KINDS, preset, synthesize_trace
+from router.lab.synth import KINDS, SynthConfig, preset, synthesize_trace
 from router.lab.traces import read_trace
 from router.lab.uses import Uses
 
@@ -58,27 +58,43 @@ def stats(
 def synth(
     out: Annotated[str, typer.Argument(help="The file to write, JSONL; packed if it ends in .gz.")],
     kind: Annotated[str, typer.Option(help=f"{', '.join(KINDS)}, or mixed.")] = "mixed",
-    requests: Annotated[int | None, typer.Option(help="How many, and the rest of the last session.")] = None,
-    rate: Annotated[float | None, typer.Option(help="Requests per second.")] = None,
+    requests: Annotated[
+        int, typer.Option(help="How many, and the rest of the last session.")
+    ] = SynthConfig.requests,
+    rate: Annotated[float, typer.Option(help="Requests per second.")] = SynthConfig.rate,
     seed: Annotated[int, typer.Option(help="Another seed, another trace of the same kind.")] = 0,
-    block_size: Annotated[int | None, typer.Option(help="Tokens per hash id.")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens per hash id.")] = SynthConfig.block_size,
     random_share: Annotated[
         float | None, typer.Option(help="Share of random prompts, where every other kind has 1.")
     ] = None,
-    skew: Annotated[float | None, typer.Option(help="Zipf's exponent of tenants and documents.")] = None,
-    tenants: Annotated[int | None, typer.Option(help="System prompts of chats.")] = None,
-    system_tokens: Annotated[int | None, typer.Option(help="Length of a system prompt.")] = None,
-    turns: Annotated[float | None, typer.Option(help="Turns of a chat.")] = None,
-    question_tokens: Annotated[int | None, typer.Option(help="Length of what a user says.")] = None,
-    answer_tokens: Annotated[int | None, typer.Option(help="Length of an answer.")] = None,
-    think_s: Annotated[float | None, typer.Option("--think", help="Seconds before a user's turn.")] = None,
-    tool_tokens: Annotated[int | None, typer.Option(help="Length of agents' tool schemas.")] = None,
-    steps: Annotated[float | None, typer.Option(help="Calls of an agent.")] = None,
-    result_tokens: Annotated[int | None, typer.Option(help="Length of a tool's result.")] = None,
-    tool_s: Annotated[float | None, typer.Option("--tool", help="Seconds that a tool takes.")] = None,
-    document_count: Annotated[int | None, typer.Option("--documents", help="Number of documents.")] = None,
-    document_tokens: Annotated[int | None, typer.Option(help="Length of a document.")] = None,
-    random_tokens: Annotated[int | None, typer.Option(help="Length of a random prompt.")] = None,
+    skew: Annotated[float, typer.Option(help="Zipf's exponent of tenants and documents.")] = SynthConfig.skew,
+    tenants: Annotated[int, typer.Option(help="System prompts of chats.")] = SynthConfig.tenants,
+    system_tokens: Annotated[
+        int, typer.Option(help="Length of a system prompt.")
+    ] = SynthConfig.system_tokens,
+    turns: Annotated[float, typer.Option(help="Turns of a chat.")] = SynthConfig.turns,
+    question_tokens: Annotated[
+        int, typer.Option(help="Length of what a user says.")
+    ] = SynthConfig.question_tokens,
+    answer_tokens: Annotated[int, typer.Option(help="Length of an answer.")] = SynthConfig.answer_tokens,
+    think_s: Annotated[
+        float, typer.Option("--think", help="Seconds before a user's turn.")
+    ] = SynthConfig.think_s,
+    tool_tokens: Annotated[
+        int, typer.Option(help="Length of agents' tool schemas.")
+    ] = SynthConfig.tool_tokens,
+    steps: Annotated[float, typer.Option(help="Calls of an agent.")] = SynthConfig.steps,
+    result_tokens: Annotated[
+        int, typer.Option(help="Length of a tool's result.")
+    ] = SynthConfig.result_tokens,
+    tool_s: Annotated[float, typer.Option("--tool", help="Seconds that a tool takes.")] = SynthConfig.tool_s,
+    document_count: Annotated[
+        int, typer.Option("--documents", help="Number of documents.")
+    ] = SynthConfig.document_count,
+    document_tokens: Annotated[int, typer.Option(help="Length of a document.")] = SynthConfig.document_tokens,
+    random_tokens: Annotated[
+        int, typer.Option(help="Length of a random prompt.")
+    ] = SynthConfig.random_tokens,
 ) -> None:
     """Make a trace of chats, agents, questions on documents, a shared prompt, and random prompts.
 

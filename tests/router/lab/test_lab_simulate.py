@@ -122,6 +122,7 @@ def test_large_figures_are_not_cut_off(trace, invoke):
     [
         (["--pooled", "--speed", "1,4"], "--pooled takes one --speed, not '1,4'"),
         (["--pooled", "--change", "fail:0@5"], "--change is about fleets: it cannot be had with --pooled"),
+        (["--round-up"], "--round-up is about one pool: it goes with --pooled"),
         (["--pooled", "--replica-speed", "1,0.5"], "--replica-speed is about fleets"),
         (["--timing", "nowhere.json"], "cannot read nowhere.json: No such file or directory"),
         (["--speed", "1e-320"], "--speed takes positive numbers up to 1e[+]09, not '1e-320'"),
