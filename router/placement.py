@@ -235,6 +235,7 @@ class Placement:
             return
         if epoch is not None and epoch != known_epoch:
             self.fingerprints.wipe(replica_id)  # it restarted, and its cache with it
+            self.ledger.stored(replica_id, epoch, 0)
         else:
             self.ledger.stored(replica_id, known_epoch, known_seq)
             promised = reservation.predicted_tokens if planned == replica_id else 0
@@ -247,9 +248,8 @@ class Placement:
         replica_id = reservation.replica_id
         if replica_id is not None:
             self.loads.busy_at[self.fingerprints.slot(replica_id)] = self._clock()
-            self.ledger.finish(reservation)
-            if self.fingerprints.position(replica_id)[0] is None:
-                self.ledger.stored(replica_id, None, 0)  # no update will tell that its prompts are stored
+            known = self.fingerprints.position(replica_id)[0] is not None
+            self.ledger.finish(reservation, keep=known)  # else perhaps no update ever shows its prompt
 
     def stats(self) -> dict[str, dict[str, int]]:
         """This router's figures by replica (`LedgerStats`); all exactly 0 when it is idle."""

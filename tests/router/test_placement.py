@@ -338,6 +338,27 @@ def test_without_a_fingerprint_nothing_of_a_request_stays_after_its_end():
     assert placement.place(hashes, 170).predicted_tokens == 0
 
 
+def test_without_a_fingerprint_the_end_of_a_request_says_nothing_of_others():
+    placement, hashes = placement_of(1), prompt(10)
+    placement.update("r0", None, load())
+    first, second = placement.place(hashes, 170), placement.place(prompt(10, 2), 170)
+    for seq, decision in ((5, first), (6, second)):
+        placement.on_start(decision, chunk("r0", 0, seq=seq))
+    placement.finish(second.reservation)
+    assert placement.place(hashes, 170).predicted_tokens == 160
+
+
+def test_prompts_of_a_replicas_last_life_are_cold_at_once():
+    placement, lost = placement_of(1), prompt(10)
+    placement.update("r0", snapshot(NONE, seq=3), load())
+    old, new = placement.place(lost, 170), placement.place(prompt(10, 2), 170)
+    placement.on_start(old, chunk("r0", 0, seq=5))
+    placement.finish(old.reservation)
+    placement.on_start(new, chunk("r0", 0, epoch=2, seq=1))
+    assert placement.place(lost, 170).predicted_tokens == 0
+    assert placement.place(prompt(10, 2), 170).predicted_tokens == 160
+
+
 def test_a_replica_that_answers_from_another_epoch_is_cold_at_once():
     placement, hashes = placement_of(1), prompt(10)
     placement.update("r0", snapshot(hashes), load())
