@@ -336,3 +336,11 @@ class Placement:
             self._names = (*self._names[:capacity], *[None] * (capacity - len(self._names)))
             self._live = np.array([name is not None for name in self._names], dtype=np.bool_)
             self.loads.resize(capacity)
+
+
+def compile_decisions() -> None:
+    """Compile what decisions run, so that no request waits for it: takes about a second, once a machine."""
+    placement = Placement(block_size=1)
+    placement.join("any")
+    for _ in range(2):  # the second one meets the first in the overlay
+        placement.place(np.zeros(2, dtype=np.uint64), 3)

@@ -1,6 +1,8 @@
 """Placement: choosing and reserving in one step, limits, membership, and what is believed of replicas."""
 
 import random
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -50,6 +52,28 @@ def load(**fields):
 
 def chunk(replica, cached, epoch=1, seq=1):
     return {"type": "start", "replica": replica, "cached_tokens": cached, "epoch": epoch, "seq": seq}
+
+
+def test_decisions_are_compiled_once_for_all():
+    """In a process of its own, where nothing is compiled yet: the first real decisions compile no more."""
+    script = """if True:
+        import numpy as np
+        from router.fingerprints import _descend
+        from router.inflight import _deepen
+        from router.placement import Placement, compile_decisions
+
+        compile_decisions()
+        print(len(_descend.signatures), len(_deepen.signatures))
+        placement = Placement(block_size=16)
+        for i in range(65):
+            placement.join(str(i))
+        for hashes in (np.arange(40, dtype=np.uint64)[::2], np.frombuffer(bytes(80), dtype="<u8")):
+            for _ in range(2):
+                placement.place(hashes, 16 * len(hashes) + 1)
+        print(len(_descend.signatures), len(_deepen.signatures))
+    """
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["1"] * 4
 
 
 def test_goes_where_the_prefix_is():
