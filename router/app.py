@@ -23,7 +23,7 @@ from router.config import LOOPBACK, AppConfig
 from router.dispatch import Dispatcher, DispatchLimits, ModelInfo
 from router.errors import ConfigError
 from router.membership import membership
-from router.placement import Placement
+from router.placement import Placement, compile_decisions
 from router.ray_router import ServeTransport, TargetRouter, deployment_key
 from router.sync import FleetSync
 
@@ -52,6 +52,7 @@ class Router:
         hasher = PrefixHasher(secret)
         # Compiled here, not when the first request waits, and beside the loop, which answers Serve meanwhile.
         await asyncio.to_thread(hasher.block_hashes, np.zeros(1, np.int32), 1, 0)
+        await asyncio.to_thread(compile_decisions)
         self._dispatcher = Dispatcher(
             placement,
             hasher,

@@ -198,19 +198,22 @@ class Ledger:
             reservation._entry.epoch, reservation._entry.seq = epoch, seq
             account.unstored.add(reservation._entry)
 
-    def finish(self, reservation: Reservation) -> None:
+    def finish(self, reservation: Reservation, keep: bool = True) -> None:
         """The request is over, however it ended. Idempotent.
 
-        A prompt that was computed stays in the overlay until the fingerprint shows it (see `stored`).
+        A prompt that was computed stays in the overlay until the fingerprint shows it (see `stored`), unless
+        `keep` is False, because there is no fingerprint.
         """
+        account = reservation._account
         if reservation.state == _QUEUED:
             self._leave_queue(reservation)
         elif reservation.state == _RUNNING:
-            account = reservation._account
             assert account is not None
             account.running.discard(reservation)
             self.outstanding[account.slot] -= reservation.choices
             self.running_tokens[account.slot] -= reservation.choices * reservation.num_tokens
+            if not keep and reservation._entry is not None:
+                account.unstored.discard(reservation._entry)
         self._close(reservation)
 
     def stored(self, replica_id: str, epoch: int | None, seq: int) -> None:

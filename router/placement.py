@@ -235,6 +235,7 @@ class Placement:
             return
         if epoch is not None and epoch != known_epoch:
             self.fingerprints.wipe(replica_id)  # it restarted, and its cache with it
+            self.ledger.stored(replica_id, epoch, 0)
         else:
             self.ledger.stored(replica_id, known_epoch, known_seq)
             promised = reservation.predicted_tokens if planned == replica_id else 0
@@ -247,9 +248,8 @@ class Placement:
         replica_id = reservation.replica_id
         if replica_id is not None:
             self.loads.busy_at[self.fingerprints.slot(replica_id)] = self._clock()
-            self.ledger.finish(reservation)
-            if self.fingerprints.position(replica_id)[0] is None:
-                self.ledger.stored(replica_id, None, 0)  # no update will tell that its prompts are stored
+            known = self.fingerprints.position(replica_id)[0] is not None
+            self.ledger.finish(reservation, keep=known)  # else perhaps no update ever shows its prompt
 
     def stats(self) -> dict[str, dict[str, int]]:
         """This router's figures by replica (`LedgerStats`); all exactly 0 when it is idle."""
@@ -336,3 +336,11 @@ class Placement:
             self._names = (*self._names[:capacity], *[None] * (capacity - len(self._names)))
             self._live = np.array([name is not None for name in self._names], dtype=np.bool_)
             self.loads.resize(capacity)
+
+
+def compile_decisions() -> None:
+    """Compile what decisions run, so that no request waits for it: takes about a second, once a machine."""
+    placement = Placement(block_size=1)
+    placement.join("any")
+    for _ in range(2):  # the second one meets the first in the overlay
+        placement.place(np.zeros(2, dtype=np.uint64), 3)

@@ -8,16 +8,18 @@ import socket
 import sys
 import sysconfig
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from threading import Thread
 
 import psutil
+import typer
 
 from router.cli.interrupt import INTERRUPTED, interruptible
 from router.cli.reaper import no_process_left
 from router.config import LOOPBACK, AppConfig
-from router.errors import ConfigError
+from router.errors import ConfigError, RouterError
 
 APP_NAME = "warmroute"
 _LOOK_S = 0.2
@@ -89,7 +91,7 @@ def local_ray(cpus: float) -> Iterator[None]:
     _hush()
     import ray
 
-    with _not_waiting_for_the_dead(), interruptible() as listen, no_process_left():
+    with not_waiting_for_the_dead(ray.is_initialized), interruptible() as listen, no_process_left():
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, int(cpus) + 1),
@@ -108,23 +110,44 @@ def local_ray(cpus: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _not_waiting_for_the_dead() -> Iterator[None]:
+def not_waiting_for_the_dead(is_initialized: Callable[[], bool]) -> Iterator[None]:
     """End the process at once if Ray is not shut down at the end, because it was dead already: its threads
-    and exit handlers would wait a minute for it, and then abort us."""
-    import ray
+    and exit handlers would wait a minute for it, and then abort us. A Ray that was there before is let be.
 
+    The exit status is 130, as a signal to the whole group kills Ray; or another, if an error says otherwise.
+    """
+    was_there = is_initialized()
     try:
         yield
-    finally:
-        if ray.is_initialized():
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(INTERRUPTED)
+    except BaseException as error:  # whatever it is, the process may end here, and nobody else will tell it
+        if is_initialized() and not was_there:
+            _exit_at_once(_told(error))
+        raise
+    if is_initialized() and not was_there:
+        _exit_at_once(INTERRUPTED)
+
+
+def _told(error: BaseException) -> int:
+    """Say what went wrong, as `main` and the interpreter would; returns the exit status."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    if isinstance(error, RouterError):
+        typer.secho(f"warmroute: {error}", fg="red", err=True)
+    else:
+        traceback.print_exception(error)
+    return 1
+
+
+def _exit_at_once(status: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a pipe that nobody reads any more
+            stream.flush()
+    os._exit(status)
 
 
 @contextlib.contextmanager
 def deployed(config: AppConfig, host: str, port: int, timeout_s: float = 300.0) -> Iterator[str]:
-    """Deploy the application on the running Ray; yields its base URL, deletes it afterwards.
+    """Deploy the application on the Ray of `local_ray`; yields its base URL, deletes it afterwards.
 
     Serve takes host and port once in the life of a Ray: later deployments must come with the same ones.
 
@@ -165,7 +188,7 @@ def while_ray_lives(action: Callable[[], object], lives: Callable[[], bool]) -> 
     def work() -> None:
         try:
             done.set_result(action())
-        except Exception as error:
+        except BaseException as error:  # whatever it is, it is raised where somebody waits for it
             done.set_exception(error)
 
     Thread(target=work, daemon=True).start()

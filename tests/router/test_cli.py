@@ -132,12 +132,44 @@ def test_an_action_is_waited_for_while_ray_lives() -> None:
     assert done == [1]
     with pytest.raises(ConfigError, match="what it said"):
         while_ray_lives(_fail, lambda: True)
+    with pytest.raises(SystemExit):
+        while_ray_lives(sys.exit, lambda: True)
 
 
 def test_an_action_is_given_up_when_ray_is_dead() -> None:
     never = threading.Event()
     while_ray_lives(never.wait, lambda: False)
     never.set()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "body", "status", "last"),
+    [
+        (False, False, "pass", 7, ""),
+        (False, True, "pass", 130, ""),
+        (False, True, "raise SystemExit(130)", 130, ""),
+        (False, True, "raise ConfigError('what it said')", 1, "warmroute: what it said"),
+        (False, True, "1 / 0", 1, "ZeroDivisionError: division by zero"),
+        (True, True, "pass", 7, ""),
+    ],
+)
+def test_a_process_whose_ray_is_dead_ends_at_once_but_tells_its_error(
+    before: bool, after: bool, body: str, status: int, last: str
+) -> None:
+    script = f"""if True:
+        import sys
+        from router.cli.cluster import not_waiting_for_the_dead
+        from router.errors import ConfigError
+
+        states = iter([{before}, {after}])
+        with not_waiting_for_the_dead(lambda: next(states)):
+            print("worked", end="")
+            {body}
+        sys.exit(7)
+    """
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (status, "worked")
+    assert ended.stderr.splitlines()[-1:] == ([last] if last else [])
 
 
 def _fail() -> None:

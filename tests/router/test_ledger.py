@@ -179,8 +179,8 @@ def test_ten_thousand_mixed_endings_leave_exact_zeros():
     for reservation in open_:
         ledger.finish(reservation)
     assert all(not any(asdict(ledger.stats(name)).values()) for name in names)
-    for figures in (ledger.queued_tokens, ledger.head_work, ledger.outstanding, ledger.running_tokens):
-        assert not figures.any()
+    for name in ("queued_tokens", "queued_work", "head_work", "outstanding", "queued", "running_tokens"):
+        assert not getattr(ledger, name).any(), name
     for name in names:  # what was computed stays known until a fingerprint shows it, or that epoch is over
         ledger.stored(name, 3, 0)
     assert len(ledger.in_flight) == 0

@@ -1,6 +1,8 @@
 """Placement: choosing and reserving in one step, limits, membership, and what is believed of replicas."""
 
 import random
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -50,6 +52,28 @@ def load(**fields):
 
 def chunk(replica, cached, epoch=1, seq=1):
     return {"type": "start", "replica": replica, "cached_tokens": cached, "epoch": epoch, "seq": seq}
+
+
+def test_decisions_are_compiled_once_for_all():
+    """In a process of its own, where nothing is compiled yet: the first real decisions compile no more."""
+    script = """if True:
+        import numpy as np
+        from router.fingerprints import _descend
+        from router.inflight import _deepen
+        from router.placement import Placement, compile_decisions
+
+        compile_decisions()
+        print(len(_descend.signatures), len(_deepen.signatures))
+        placement = Placement(block_size=16)
+        for i in range(65):
+            placement.join(str(i))
+        for hashes in (np.arange(40, dtype=np.uint64)[::2], np.frombuffer(bytes(80), dtype="<u8")):
+            for _ in range(2):
+                placement.place(hashes, 16 * len(hashes) + 1)
+        print(len(_descend.signatures), len(_deepen.signatures))
+    """
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["1"] * 4
 
 
 def test_goes_where_the_prefix_is():
@@ -336,6 +360,27 @@ def test_without_a_fingerprint_nothing_of_a_request_stays_after_its_end():
     placement.finish(decision.reservation)
     assert len(placement.ledger.in_flight) == 0
     assert placement.place(hashes, 170).predicted_tokens == 0
+
+
+def test_without_a_fingerprint_the_end_of_a_request_says_nothing_of_others():
+    placement, hashes = placement_of(1), prompt(10)
+    placement.update("r0", None, load())
+    first, second = placement.place(hashes, 170), placement.place(prompt(10, 2), 170)
+    for seq, decision in ((5, first), (6, second)):
+        placement.on_start(decision, chunk("r0", 0, seq=seq))
+    placement.finish(second.reservation)
+    assert placement.place(hashes, 170).predicted_tokens == 160
+
+
+def test_prompts_of_a_replicas_last_life_are_cold_at_once():
+    placement, lost = placement_of(1), prompt(10)
+    placement.update("r0", snapshot(NONE, seq=3), load())
+    old, new = placement.place(lost, 170), placement.place(prompt(10, 2), 170)
+    placement.on_start(old, chunk("r0", 0, seq=5))
+    placement.finish(old.reservation)
+    placement.on_start(new, chunk("r0", 0, epoch=2, seq=1))
+    assert placement.place(lost, 170).predicted_tokens == 0
+    assert placement.place(prompt(10, 2), 170).predicted_tokens == 160
 
 
 def test_a_replica_that_answers_from_another_epoch_is_cold_at_once():
