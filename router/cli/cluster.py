@@ -10,8 +10,7 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import psutil
 import typer
@@ -119,16 +118,15 @@ def not_waiting_for_the_dead(is_initialized: Callable[[], bool]) -> Iterator[Non
     was_there = is_initialized()
     try:
         yield
-    except BaseException as error:  # whatever it is, the process may end here, and nobody else will tell it
+    finally:
         if is_initialized() and not was_there:
-            _exit_at_once(_told(error))
-        raise
-    if is_initialized() and not was_there:
-        _exit_at_once(INTERRUPTED)
+            _exit_at_once(_told(sys.exc_info()[1]))
 
 
-def _told(error: BaseException) -> int:
+def _told(error: BaseException | None) -> int:
     """Say what went wrong, as `main` and the interpreter would; returns the exit status."""
+    if error is None:
+        return INTERRUPTED
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     if isinstance(error, RouterError):
@@ -183,15 +181,9 @@ def while_ray_lives(action: Callable[[], object], lives: Callable[[], bool]) -> 
 
     A signal to the whole process group, as systemd and `timeout` send it, ends Ray before us.
     """
-    done: Future[object] = Future()
-
-    def work() -> None:
-        try:
-            done.set_result(action())
-        except BaseException as error:  # whatever it is, it is raised where somebody waits for it
-            done.set_exception(error)
-
-    Thread(target=work, daemon=True).start()
+    pool = ThreadPoolExecutor(1)
+    done = pool.submit(action)
+    pool.shutdown(wait=False)
     while not wait([done], timeout=_LOOK_S).done:
         if not lives():
             return
