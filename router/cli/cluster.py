@@ -22,6 +22,8 @@ from router.errors import ConfigError, RouterError
 
 APP_NAME = "warmroute"
 _LOOK_S = 0.2
+_SHUTDOWN_S = 10.0
+"""How long `ray.shutdown` may take once it has ended Ray's two main processes."""
 
 
 def serve_switches() -> dict[str, str]:
@@ -105,7 +107,7 @@ def local_ray(cpus: float) -> Iterator[None]:
         finally:
             if _ray_lives():
                 with contextlib.suppress(KeyboardInterrupt):
-                    ray.shutdown()
+                    while_ray_lives(ray.shutdown, _ray_lives, _SHUTDOWN_S)
 
 
 @contextlib.contextmanager
@@ -176,8 +178,9 @@ def deployed(config: AppConfig, host: str, port: int, timeout_s: float = 300.0) 
         while_ray_lives(lambda: serve.delete(APP_NAME), _ray_lives)
 
 
-def while_ray_lives(action: Callable[[], object], lives: Callable[[], bool]) -> None:
-    """Wait for `action`, in a thread of its own, or until Ray is dead: then nobody would ever answer it.
+def while_ray_lives(action: Callable[[], object], lives: Callable[[], bool], grace_s: float = 0.0) -> None:
+    """Wait for `action`, in a thread of its own, or until Ray has been dead for `grace_s`: then nobody would
+    ever answer it.
 
     A signal to the whole process group, as systemd and `timeout` send it, ends Ray before us.
     """
@@ -186,8 +189,10 @@ def while_ray_lives(action: Callable[[], object], lives: Callable[[], bool]) -> 
     pool.shutdown(wait=False)
     while not wait([done], timeout=_LOOK_S).done:
         if not lives():
+            wait([done], timeout=grace_s)
             return
-    done.result()
+    if lives():  # else the end of Ray is all that an error could tell
+        done.result()
 
 
 def _ray_lives() -> bool:
