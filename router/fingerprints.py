@@ -27,7 +27,7 @@ from kvcore.jit import jit
 _WORD = 64  # replicas per matrix word
 _MIN_ROWS = 1024
 _MASK64 = (1 << 64) - 1
-_NONE, _ONE, _ALL = np.uint64(0), np.uint64(1), np.uint64(_MASK64)
+_NONE, _ONE = np.uint64(0), np.uint64(1)
 
 Words = npt.NDArray[np.uint64]
 Depths = npt.NDArray[np.int64]
@@ -172,12 +172,12 @@ class Fingerprints:
         """
         depth = np.zeros(self.capacity, dtype=np.int64)
         if len(hashes):
-            _descend(self._matrix, plain(hashes), self._hashes, self._alive, depth)
+            alive = np.full(self._matrix.shape[1], _MASK64, dtype=np.uint64)
+            _descend(self._matrix, plain(hashes), self._hashes, alive, depth)
         return depth
 
     def _set_matrix(self, matrix: Words) -> None:
         self._matrix = matrix  # bit `slot % 64` of word [row, slot // 64]
-        self._alive = np.empty(matrix.shape[1], dtype=np.uint64)  # scratch of `match`
 
     def _gap(self, column: _Column) -> bool:
         column.gaps += 1
@@ -248,11 +248,10 @@ def _are_below(limit: int, rows: npt.NDArray[np.uint32]) -> bool:
 def _descend(matrix: Words, hashes: Words, per_hash: int, alive: Words, depth: Depths) -> None:
     """How many of the hashes uint64[n] each replica has, from the first one on, into int64[64 * words] zeros.
 
-    `alive`, uint64[words], is scratch: a bit for each replica that has everything so far. A word in which
-    there is none is not read again.
+    `alive`, uint64[words], has a bit for each replica that has everything so far, at first for all; it is
+    changed in place. A word without any is not read again.
     """
     words, mask = len(alive), np.uint64(len(matrix) - 1)
-    alive[:] = _ALL
     living = words
     for block in range(len(hashes)):
         for word in range(words):
